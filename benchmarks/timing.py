@@ -1,6 +1,7 @@
 """Times of calls that take turns, in CUDA graphs and eager, with caches that nothing is left in.
 
-bench_attention.py, bench_linear.py, bench_mla.py and bench_vllm_kernels.py measure with it.
+bench_attention.py, bench_linear.py, bench_experts.py, bench_mla.py and bench_vllm_kernels.py
+measure with it.
 """
 
 from __future__ import annotations

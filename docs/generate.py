@@ -91,7 +91,10 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/pool.md": {"heavy hitters": eviction.hitters_cost},
     "docs/workloads.md": {"strategies": strategies.strategies_rows},
     f"{PERFORMANCE}_mla.md": {"latent speed": latents.latent_speed},
-    f"{PERFORMANCE}_linear.md": {"linear speed": weights.linear_speed},
+    f"{PERFORMANCE}_linear.md": {
+        "linear speed": weights.linear_speed,
+        "expert speed": weights.expert_speed,
+    },
     f"{PERFORMANCE}_vllm.md": {"vllm": vllm.vllm_table},
     f"{PERFORMANCE}_generation.md": {
         "eager": generation.eager_table,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SEEDS = 1500
+SEEDS = 600
 
 Run = Callable[[str], subprocess.CompletedProcess[str]]
 

@@ -1,5 +1,5 @@
-// How a call of linear_packed or linear_experts is computed on CUDA, and why: the one place that knows the conditions. Plain C++ without
-// torch and CUDA, so that the launch, a test and a report of the machine ask the same function.
+// How a call of linear_packed or linear_experts is computed on CUDA, and why: the one place that knows the conditions.
+// Plain C++ without torch and CUDA, so that the launch, a test and a report of the machine ask the same function.
 #pragma once
 
 #include <cstdint>
@@ -70,7 +70,7 @@ constexpr LinearChoice choose_linear(const LinearShape& call, const DeviceFacts&
   return {Kernel::kTiles, "fewer than 400 (n k / 2^24)^(4/3) tokens"};
 }
 
-// ---- linear_experts --------------------------------------------------------------------------------------------------
+// ---- linear_experts ------------------------------------------------------------------------------------------------
 
 enum class ExpertsKernel {
   kCodes,     // products of codes, for pieces of tokens of an expert (cuda/linear/experts/kernel.cuh)
@@ -98,7 +98,7 @@ constexpr int64_t kFewPairs = 8, kMostCodePairs = 64;
 // Whether shared memory has room for a token's channels as operands, which take up to 4 bytes each with their units and
 // corrections, beside weights of any format (cuda/linear/experts/plan.cuh).
 constexpr bool has_room(int64_t k, const DeviceFacts& device) {
-  return k <= (device.shared_per_block - (36 << 10)) / 4;
+  return k <= (device.shared_per_block - (56 << 10)) / 4;
 }
 
 }  // namespace choices

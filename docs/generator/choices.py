@@ -12,6 +12,7 @@ STEP = {"head_dim": 128, "q_heads": 32, "kv_heads": 8, "preset": "k5v4u"}
 PAGES = {"head_dim": 128, "kv_heads": 8, "preset": "k5v4u"}
 VECTORS = {"head_dim": 128, "vectors": 65536}
 MATRIX = {"n": 4096, "k": 4096}
+EXPERTS = {"choices": 8, "experts": 128, "k": 2048}
 # (op, a usual call, what differs in this one)
 CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("paged_attention", STEP, {}),
@@ -34,6 +35,9 @@ CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("linear_packed", {}, {"tokens": 32, "n": 2048, "k": 2048}),
     ("linear_packed", MATRIX, {"tokens": 257, "dtype": "float32"}),
     ("linear_packed", MATRIX, {"tokens": 65, "device": "A100"}),
+    ("linear_experts", EXPERTS, {"tokens": 128}),
+    ("linear_experts", EXPERTS, {"tokens": 129}),
+    ("linear_experts", EXPERTS, {"tokens": 1025, "device": "A100"}),
     ("cache_store", PAGES, {"tokens": 64}),
     ("cache_store", PAGES, {"tokens": 4096}),
     ("cache_store", PAGES, {"tokens": 4096, "head_dim": 96}),

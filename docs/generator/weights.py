@@ -1,4 +1,4 @@
-"""Packed weights in time: bench_linear, bench_generate, bench_cpu_model."""
+"""Packed weights in time: bench_linear, bench_experts, bench_generate, bench_cpu_model."""
 
 from __future__ import annotations
 
@@ -39,6 +39,34 @@ def linear_speed() -> str:
     header = ["matrices", "format", "tokens", "us", "of read", "bf16, us", "speed-up", "error"]
     origin = source("h200_linear", rows, "../../")
     return f"{markdown(header, lines)}\n\n{origin}"
+
+
+EXPERT_MODELS = {
+    "qwen3-30b-a3b": "Qwen3-30B-A3B, 8 of 128",
+    "gpt-oss-20b": "gpt-oss-20b, 4 of 32",
+    "mixtral-8x7b": "Mixtral-8x7B, 2 of 8",
+    "deepseek-v3": "DeepSeek-V3, 8 of 256",
+}
+
+
+def expert_speed() -> str:
+    """Times of both products of a layer's packed experts."""
+    rows = h200_rows("h200_experts")
+    lines = [
+        [
+            EXPERT_MODELS[str(row["model"])],
+            f"`{row['format']}`",
+            f"{row['tokens']:,}",
+            f"{row['distinct_experts']:,.0f}",
+            f"{row['us']:,.1f}",
+            f"{row['of_read']:.0%}",
+            f"{row['other_us']['bf16']:,.1f}",
+            f"{row['speedup']:.2f}x",
+        ]
+        for row in rows
+    ]
+    header = ["shape", "format", "tokens", "chosen", "us", "of read", "bf16, us", "speed-up"]
+    return f"{markdown(header, lines)}\n\n{source('h200_experts', rows, '../../')}"
 
 
 MODES = {"graph": "CUDA graph", "eager": "eager"}

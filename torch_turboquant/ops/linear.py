@@ -390,7 +390,8 @@ def linear_experts(
         ValueError: another shape, stride, device, bits or sub.
         RuntimeError: x or bias is differentiated; the op has no derivative. On CUDA: more than
             4,096 experts; or in a graph on a GPU of another compute capability than 9.0 so many
-            channels that shared memory has no room for those of a token (from 15,000 on).
+            channels that shared memory has no room for those of a token (more than 2,048 on a T4,
+            11,008 on an L4, 27,392 on an A100).
     """
     _check_experts(x, packed, experts, signs, levels, n, bits, sub, bias)
     op = torch.ops.turboquant.linear_experts.default

@@ -85,7 +85,8 @@ enum class Early {
   kPrefetch  // bring them into the L2 cache, which will also see what the previous kernel writes
 };
 
-// How the warps of a thread block share the slabs, of 16 rows, that it has at a time, and stream their units (stream.cuh).
+// How the warps of a thread block share the slabs, of 16 rows, that it has at a time, and stream their units
+// (stream.cuh).
 struct StreamPlan {
   RecordOfColumns record;  // of a block of columns
   int unit_bytes;

@@ -73,6 +73,7 @@ class Quantiser {
     };
     begin();
     meanwhile();
+    __syncwarp();  // compilers see that no lane is elsewhere: exchanges take half of the code
     // All warps go as many rounds, so that compilers see that none of them diverges.
     const int rounds = ceil_div(pieces_ * columns_.count, step * kPiecesAtOnce);
 #pragma unroll 1

@@ -1,6 +1,6 @@
 // linear_experts: asks choices/linear.h how a call is computed. Pairs of a token and one of its experts are multiplied
-// all at once, by one of two kernels (experts/kernel.cuh, tiles/kernel.cuh), or those of one expert after the other, each
-// as a call of linear_packed.
+// all at once, by one of two kernels (experts/kernel.cuh, tiles/kernel.cuh), or those of one expert after the other,
+// each as a call of linear_packed.
 #include "calls/linear.h"
 
 #include <array>

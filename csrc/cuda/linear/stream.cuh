@@ -1,6 +1,6 @@
-// What kernels of few columns have in common: a warp streams units (16 rows, one group of channels) that lie behind each
-// other in memory through a ring in shared memory, filled by bulk copies, and multiplies them with columns that the
-// thread block has there.
+// What kernels of few columns have in common: a warp streams units (16 rows, one group of channels) that lie behind
+// each other in memory through a ring in shared memory, filled by bulk copies, and multiplies them with columns that
+// the thread block has there.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
@@ -12,7 +12,8 @@
 namespace turboquant::cuda::linear {
 
 // The most tiles of columns that a launch on this architecture has. Shared memory of compute capability 7.5 has no room
-// for more (most_tiles in plan.cuh); where warpgroups multiply, more tokens take tiles of another kernel (choices/linear.h).
+// for more (most_tiles in plan.cuh); where warpgroups multiply, more tokens take tiles of another kernel
+// (choices/linear.h).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kMostTiles = 2;
 #else

@@ -1,5 +1,6 @@
-// Puts pairs into the order of their experts, and cuts them into pieces. A thread block for each expert counts the pairs
-// of all of them in shared memory, which tells where its own begin, and puts those there in the order that they have.
+// Puts pairs into the order of their experts, and cuts them into pieces. A thread block for each expert counts the
+// pairs of all of them in shared memory, which tells where its own begin, and puts those there in the order that they
+// have: which piece a pair is in decides in which order a tile's sums are added.
 #include "cuda/linear/experts/arrange.cuh"
 
 #include "cuda/common/torch.cuh"

@@ -22,8 +22,8 @@ __device__ __forceinline__ Arrangement few_in(uint8_t* memory, int pairs) {
           .places = nullptr};
 }
 
-// Writes the arrangement few_in(memory, count). All threads of the block call it. columns: the most pairs of a piece. One
-// copy of the code is enough for all kernels of a file; by value, because addresses would keep arguments in memory.
+// Writes the arrangement few_in(memory, count). All threads of the block call it. columns: the most pairs of a piece.
+// One copy of the code is enough for all kernels of a file; by value, because addresses would keep arguments in memory.
 __device__ __noinline__ void arrange_few(const int64_t* chosen, int count, int experts, int columns, uint8_t* memory) {
   const Arrangement to = few_in(memory, count);
   int* const keys = to.order + count;  // twice the expert of a pair, plus 1 if a piece begins with it

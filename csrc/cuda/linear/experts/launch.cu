@@ -14,11 +14,8 @@ namespace {
 
 template <Codes CODES>
 const void* kernel_of(int tiles) {
-  switch (tiles) {
-    case 1: return reinterpret_cast<const void*>(&experts_kernel<CODES, 1>);
-    case 2: return reinterpret_cast<const void*>(&experts_kernel<CODES, 2>);
-    default: return reinterpret_cast<const void*>(&experts_kernel<CODES, 4>);
-  }
+  return tiles == 1 ? reinterpret_cast<const void*>(&experts_kernel<CODES, 1>)
+                    : reinterpret_cast<const void*>(&experts_kernel<CODES, 4>);
 }
 const void* kernel_of(const format::WeightBlock& unit, bool uniform, int tiles) {
   if (format::levels_are_codes(unit.width())) return kernel_of<Codes::kBytes>(tiles);
@@ -30,7 +27,9 @@ Plan known_plan_of(const Call& call, const format::WeightBlock& unit, int correc
   const int64_t few = int64_t{corrections} << 32 | int64_t{unit.group} << 16 | device.index;
   return known.find({call.n, call.pairs.count, call.pairs.choices.value, call.pairs.experts, call.groups,
                      unit.block_bytes(), few},
-                    [&] { return plan_of(call, unit, corrections, device.facts, most_tiles(device.facts)); });
+                    [&] {
+                      return plan_of(call, unit, corrections, device.facts, most_tiles_of_experts(device.facts));
+                    });
 }
 
 }  // namespace

@@ -12,12 +12,17 @@
 
 namespace turboquant::cuda::linear::experts {
 
-// What a piece costs with so many tiles of columns, relative to one tile, where its weight is read from memory.
+// Kernels, and what a piece costs with so many tiles of columns, relative to one tile, where its weight is read from
+// memory. Two tiles were no faster than one or four.
 struct PieceCost {
   int tiles;
   double cost;
 };
-constexpr PieceCost kPieceCosts[] = {{1, 1.0}, {2, 1.4}, {4, 1.9}};
+constexpr PieceCost kPieceCosts[] = {{1, 1.0}, {4, 1.9}};
+
+inline int most_tiles_of_experts(const DeviceFacts& facts) {
+  return facts.warpgroup_products ? 1 : std::min(most_tiles(facts), 4);
+}
 
 // The plan with the least cost. There is one wherever choices/linear.h has room for a token's channels.
 inline Plan plan_of(const Call& a, const format::WeightBlock& unit, int corrections, const DeviceFacts& facts,
