@@ -26,7 +26,7 @@ struct Arrangement {
   int* totals;      // [2]: pieces, and pairs that have an expert; the others are the last of the order
   Piece* pieces;    // [most_pieces(...)], in the order of their experts
   int* order;       // [pairs]: the pairs in their order
-  int* slots;       // [pairs]: of a pair, `columns` times its piece plus its place there; -1 if it has no expert
+  int* slots;       // [pairs]: of pairs in their order, `columns` times the piece plus the place there; -1: no expert
   int64_t* tokens;  // [pairs]: those of pairs in their order
   int64_t* places;  // [pairs]: where in the order a pair is
 };

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kArrangeThreads)
     if (is) {
       const int to_place = place + __popc(those & ((1u << lane) - 1));
       if (to.order) to.order[to_place] = pair;
-      if (to.slots) to.slots[pair] = own < a.experts ? start.pieces * columns + to_place - start.pairs : -1;
+      if (to.slots) to.slots[to_place] = own < a.experts ? start.pieces * columns + to_place - start.pairs : -1;
       if (to.tokens) to.tokens[to_place] = quotient(pair, a.choices);
       if (to.places) to.places[pair] = to_place;
     }

@@ -54,14 +54,11 @@ class Span {
     }
   }
 
-  // Operands of the lane and its neighbour, as the two of them store them: 16 bytes each at a time, which are 32
-  // neighbouring bytes together. Halves of 32 bytes would take as long as all of them.
-  struct Words {
-    uint4 first, second;
-  };
-  // All lanes call it. Within 16 channels, channel 4 t + 2 j + i stands at place 8 j + 2 t + i, where lane t of a left
-  // operand has the codes of channels 4 t to 4 t + 3.
-  __device__ __forceinline__ Words words() const {
+  // row: of the token in its tile, 128 bytes for each 64 channels; step: bytes from 64 channels to the next 64. Within
+  // 16 channels, channel 4 t + 2 j + i stands at place 8 j + 2 t + i, where lane t of a left operand has the codes of
+  // channels 4 t to 4 t + 3. Two neighbouring lanes store 16 bytes each of one lane's 32, then of the other's: halves
+  // of 32 bytes would take as long as all of them. All lanes call it.
+  __device__ __forceinline__ void store(uint8_t* tile, int row, int64_t step) const {
     const auto half = [&](const float* v) {
       return make_uint4(operands(v[0], v[1]), operands(v[4], v[5]), operands(v[8], v[9]), operands(v[12], v[13]));
     };
@@ -70,16 +67,11 @@ class Span {
     const uint4 given = odd ? low : high;
     const uint4 got = make_uint4(__shfl_xor_sync(0xffffffff, given.x, 1), __shfl_xor_sync(0xffffffff, given.y, 1),
                                  __shfl_xor_sync(0xffffffff, given.z, 1), __shfl_xor_sync(0xffffffff, given.w, 1));
-    return {odd ? got : low, odd ? high : got};
-  }
-
-  // row: of the token in its tile, 128 bytes for each 64 channels; step: bytes from 64 channels to the next 64
-  __device__ __forceinline__ void store(const Words& words, uint8_t* tile, int row, int64_t step) const {
     if (!exists_) return;
     uint8_t* const to = tile + channel_ / kChannels * step;
     const int lane = threadIdx.x % 4, first = 32 * (lane & 2) + 16 * (lane & 1);
-    *reinterpret_cast<uint4*>(to + swizzled(row, first)) = words.first;
-    *reinterpret_cast<uint4*>(to + swizzled(row, first + 32)) = words.second;
+    *reinterpret_cast<uint4*>(to + swizzled(row, first)) = odd ? got : low;
+    *reinterpret_cast<uint4*>(to + swizzled(row, first + 32)) = odd ? high : got;
   }
 
  private:
@@ -96,48 +88,23 @@ class Span {
   float v_[kLaneChannels];
 };
 
-// Where a token's operands go: one place, or one for each of its experts.
-class Places {
- public:
-  __device__ __forceinline__ Places(const Call& a, const Plan& p, int token) : a_(a), p_(p), token_(token) {}
-
-  // fn(place: column tile * tokens of a tile + row, or -1; pair). All lanes of a warp call it.
-  template <typename F>
-  __device__ __forceinline__ void for_each(const F& fn) const {
-    if (!a_.has_experts()) return fn(token_, 0);
-    const int first = token_ * a_.pairs.choices, end = first + a_.pairs.choices, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int from = first; from < end; from += 32) {
-      const int slot = from + lane < end ? a_.arranged.slots[from + lane] : 0;
-#pragma unroll 1
-      for (int i = 0; i < min(32, end - from); ++i) fn(__shfl_sync(0xffffffff, slot, i), from + i);
-    }
-  }
-  __device__ __forceinline__ void store(const Span& span) const {
-    const int64_t step = int64_t{p_.tokens} * kRowBytes;
-    const Span::Words words = span.words();
-    for_each([&](int place, int) {
-      if (place < 0) return;
-      const int column_tile = quotient(place, p_.tokens), row = place - column_tile * p_.tokens;
-      span.store(words, p_.operands + int64_t{column_tile} * (a_.groups * a_.block.group / kChannels) * step, row,
-                 step);
-    });
-  }
-
- private:
-  const Call& a_;
-  const Plan& p_;
-  const int token_;
-};
-
-// A thread block rotates a token.
+// A thread block rotates a token, or one for a pair of it and an expert. Those of an expert are neighbours, as their
+// rows in memory are: in the order of tokens it takes a third longer to write them.
 __global__ void __launch_bounds__(32 * kMostRotateWarps, 1)
     rotate_activations(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   __shared__ uint32_t most_of_warp[kMostRotateWarps];
   wait_for_previous_kernel();
   let_next_kernel_begin();  // not before: it reads weights, which the kernel before this one may have written
-  const int token = static_cast<int>(blockIdx.x), channels = a.groups * a.block.group;
+  const int channels = a.groups * a.block.group;
+  int token = static_cast<int>(blockIdx.x), place = token;  // column tile * tokens of a tile + row
+  if (a.has_experts()) {
+    const int pair = a.arranged.order[token];
+    place = a.arranged.slots[token];
+    if (place < 0) return clear_results(pair, a.y, a.dtype, a.n);
+    token = quotient(pair, a.pairs.choices);
+  }
+  const int column_tile = quotient(place, p.tokens), row = place - column_tile * p.tokens;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   Span own(a, token, kSpanChannels * warp);
   uint32_t most = own.most();
@@ -152,24 +119,20 @@ __global__ void __launch_bounds__(32 * kMostRotateWarps, 1)
   // The limit keeps the factor, and what undoes it, normal numbers.
   const int down = min(kLog2Largest + 127 - static_cast<int>(most >> 23), 126);  // -117 .. 126
   const float scale = __int_as_float((127 + down) << 23) * (a.block.group == 128 ? block_norm(7) : block_norm(6));
-  const Places places(a, p, token);
+  const int64_t step = int64_t{p.tokens} * kRowBytes;
+  uint8_t* const tile = p.operands + int64_t{column_tile} * (channels / kChannels) * step;
   own.rotate(scale);
-  places.store(own);
+  own.store(tile, row, step);
 #pragma unroll 1
   for (int first = kSpanChannels * (warp + warps); first < channels; first += kSpanChannels * warps) {
     Span span(a, token, first);
     span.rotate(scale);
-    places.store(span);
+    span.store(tile, row, step);
   }
-  const float factor =
-      most < 0x7F800000 ? __int_as_float((127 - down) << 23) * kOperandUnit : __uint_as_float(0x7FFFFFFF);
-  places.for_each([&](int place, int pair) {
-    if (place < 0) {
-      clear_results(pair, a.y, a.dtype, a.n);
-    } else if (threadIdx.x == 0) {
-      p.factors[place] = factor;
-    }
-  });
+  if (threadIdx.x == 0) {
+    const float factor = __int_as_float((127 - down) << 23) * kOperandUnit;
+    p.factors[place] = most < 0x7F800000 ? factor : __uint_as_float(0x7FFFFFFF);
+  }
 #endif
 }
 

@@ -117,7 +117,8 @@ void TilesLaunch::run(void* workspace, cudaStream_t stream) {
   }
   void* arguments[] = {&call_, &plan_};
   const int64_t channels = int64_t{call_.groups} * call_.block.group;
-  check_cuda(launch_early(reinterpret_cast<const void*>(&rotate_activations), num_blocks(call_.tokens, 1),
+  const int64_t rows = call_.has_experts() ? call_.pairs.count : call_.tokens;
+  check_cuda(launch_early(reinterpret_cast<const void*>(&rotate_activations), num_blocks(rows, 1),
                           32 * rotate_warps(channels), 0, arguments, stream, device_.facts.major),
              "linear_packed");
   const void* const kernel = kernel_of(plan_.tokens, call_.block);
