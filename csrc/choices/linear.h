@@ -89,6 +89,9 @@ struct ExpertsFacts {
   bool captured;  // in a CUDA graph, which cannot wait
 };
 
+// Whose pairs a thread block counts in shared memory (cuda/linear/experts/arrange.cu).
+constexpr int kMostExperts = 4096;
+
 namespace choices {
 
 // Pairs of each expert on average. Up to kFewPairs products of codes are faster than tiles

@@ -25,12 +25,6 @@ void linear::multiply(const LinearCall& c, const WeightShape& shape, const Tenso
   const Constant signs(c.signs), inverse(c.channel_inverse), levels(c.levels);
   const int groups = checked_int(shape.groups(), "the number of groups");
   const void* const bias = c.bias ? c.bias->data_ptr() : nullptr;
-  const auto launch_with = [&](auto&& work) {
-    const int64_t bytes = work.workspace_bytes();
-    if (bytes == 0) return work.run(nullptr, launch.stream());
-    const Tensor workspace = new_tensor(c.x, {bytes}, ScalarType::Byte, "the work space");
-    work.run(workspace.data_ptr(), launch.stream());
-  };
   if (kernel == LinearKernel::kTiles) {
     const linear::tiles::Call call{.packed = bytes_of(c.packed),
                                    .levels = reinterpret_cast<const int8_t*>(levels.data()),
@@ -45,7 +39,7 @@ void linear::multiply(const LinearCall& c, const WeightShape& shape, const Tenso
                                    .n = shape.n,
                                    .groups = groups,
                                    .block = shape.block};
-    return launch_with(linear::tiles::TilesLaunch(call, device));
+    return launch_with_memory(linear::tiles::TilesLaunch(call, device), c.x, launch.stream());
   }
   const linear::Call call{.x = x.data(),
                           .x_stride = x.stride(),
@@ -60,7 +54,7 @@ void linear::multiply(const LinearCall& c, const WeightShape& shape, const Tenso
                           .n = shape.n,
                           .groups = groups,
                           .group = shape.block.group};
-  launch_with(linear::LinearLaunch(call, shape.block, !c.levels, device));
+  launch_with_memory(linear::LinearLaunch(call, shape.block, !c.levels, device), c.x, launch.stream());
 }
 
 namespace {

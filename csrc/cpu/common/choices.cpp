@@ -259,11 +259,10 @@ Answer choose_linear(Facts& facts, const DeviceFacts& device) {
 
 Answer choose_experts(Facts& facts, const DeviceFacts& device) {
   const ExpertsFacts call{.pairs = facts.vectors(),
-                          .experts = facts.vectors(),
+                          .experts = facts.number(1, kMostExperts),
                           .k = facts.vectors(),
                           .dtype = facts.dtype(),
                           .captured = facts.flag()};
-  facts.require(call.experts <= kMostVectors / choices::kMostRoundedTokens);
   return facts.valid() ? answer(turboquant::choose_experts(call, device)) : kBadFacts;
 }
 

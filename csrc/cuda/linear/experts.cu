@@ -32,18 +32,14 @@ Tensor multiply_one_by_one(const ExpertsCall& c, const ExpertsShape& of, const l
                            const Device& device, cudaStream_t stream) {
   const auto numbers = [&](const char* name) { return new_tensor(c.x, {of.pairs()}, ScalarType::Long, name); };
   const Tensor tokens = numbers("the order of tokens"), places = numbers("the places of pairs");
-  const int64_t most = linear::most_pieces(of.pairs(), of.experts, INT32_MAX);
-  std::vector<Piece> found(static_cast<size_t>(1 + most));
-  const int64_t bytes = static_cast<int64_t>(sizeof(Piece)) * (1 + most);
+  const int64_t most = linear::most_pieces(pairs, INT32_MAX), bytes = linear::arrangement_bytes(pairs.count, most, 0);
   const Tensor memory = new_tensor(c.x, {bytes}, ScalarType::Byte, "the work space");
-  auto* const first = static_cast<Piece*>(memory.data_ptr());
-  linear::arrange(pairs,
-                  {.totals = reinterpret_cast<int*>(first),
-                   .pieces = first + 1,
-                   .tokens = static_cast<int64_t*>(tokens.data_ptr()),
-                   .places = static_cast<int64_t*>(places.data_ptr())},
-                  INT32_MAX, device, stream);
-  check_cuda(cudaMemcpyAsync(found.data(), first, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream),
+  linear::Arrangement to = linear::arrangement_in(memory.data_ptr(), pairs.count, most, 0);
+  to.tokens = static_cast<int64_t*>(tokens.data_ptr()), to.places = static_cast<int64_t*>(places.data_ptr());
+  linear::arrange(pairs, to, INT32_MAX, device, stream);
+  std::vector<Piece> found(static_cast<size_t>(1 + most));
+  check_cuda(cudaMemcpyAsync(found.data(), memory.data_ptr(), static_cast<size_t>(bytes), cudaMemcpyDeviceToHost,
+                             stream),
              "linear_experts");
   check_cuda(cudaStreamSynchronize(stream), "linear_experts");
   const int pieces = found[0].expert, with_expert = found[0].first;  // the totals
@@ -93,15 +89,6 @@ class ExpertsArguments {
   const Constant signs_, levels_;
 };
 
-// Launches kernels with the memory that they need.
-template <typename Work>
-void launch_with_memory(Work&& work, const Tensor& like, cudaStream_t stream) {
-  const int64_t bytes = work.workspace_bytes();
-  if (bytes == 0) return work.run(nullptr, stream);
-  const Tensor memory = new_tensor(like, {bytes}, ScalarType::Byte, "the work space");
-  work.run(memory.data_ptr(), stream);
-}
-
 // Tokens that tiles multiply at a time, so that their operands take no more memory than this: 2 bytes for each channel
 // of a pair, of which pieces leave up to half empty.
 int64_t tokens_of_tiles(const ExpertsShape& of) {
@@ -114,8 +101,8 @@ Tensor linear_experts(const ExpertsCall& c) {
   check_levels(c.levels, c.x, c.bits, "levels");
   Tensor y = new_experts_result(c, of);
   if (y.numel() == 0) return y;
-  STD_TORCH_CHECK(of.experts <= linear::kMostExperts, "packed has ", of.experts, " experts, supported on CUDA: up to ",
-                  linear::kMostExperts);
+  STD_TORCH_CHECK(of.experts <= kMostExperts, "packed has ", of.experts, " experts, supported on CUDA: up to ",
+                  kMostExperts);
   const Launch launch(c.x);
   const Device& device = device_of(c.x.get_device_index());
   const auto pairs_of = [&](int64_t first, int64_t tokens) {
@@ -139,8 +126,9 @@ Tensor linear_experts(const ExpertsCall& c) {
   if (kernel == ExpertsKernel::kCodes) {
     const ExpertsArguments arguments(c, of, y);
     auto call = arguments.call<linear::experts::Call>(pairs_of(0, of.tokens));
-    call.columns = of.pairs(), call.group = of.weight.block.group;
-    launch_with_memory(linear::experts::ExpertsLaunch(call, of.weight.block, !c.levels, device), c.x, launch.stream());
+    call.group = of.weight.block.group;
+    linear::launch_with_memory(linear::experts::ExpertsLaunch(call, of.weight.block, !c.levels, device), c.x,
+                               launch.stream());
     return y;
   }
   const int64_t at_once = tokens_of_tiles(of);
@@ -152,7 +140,7 @@ Tensor linear_experts(const ExpertsCall& c) {
     const ExpertsArguments arguments(part, of, results);
     auto call = arguments.call<linear::tiles::Call>(pairs_of(first, tokens));
     call.block = of.weight.block, call.tokens = tokens;
-    launch_with_memory(linear::tiles::TilesLaunch(call, device), c.x, launch.stream());
+    linear::launch_with_memory(linear::tiles::TilesLaunch(call, device), c.x, launch.stream());
   }
   return y;
 }

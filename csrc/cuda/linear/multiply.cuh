@@ -20,6 +20,15 @@ class Activations {
   AlignedRows rows_;
 };
 
+// Launches kernels with the memory that they need. like: on their device
+template <typename Work>
+void launch_with_memory(Work&& work, const Tensor& like, cudaStream_t stream) {
+  const int64_t bytes = work.workspace_bytes();
+  if (bytes == 0) return work.run(nullptr, stream);
+  const Tensor memory = new_tensor(like, {bytes}, ScalarType::Byte, "the work space");
+  work.run(memory.data_ptr(), stream);
+}
+
 // y = x w^T + bias, as linear_packed: of checked arguments, into y [..., n], contiguous. Defined in cuda/linear.cu.
 void multiply(const LinearCall& c, const WeightShape& shape, const Tensor& y);
 

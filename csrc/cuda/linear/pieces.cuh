@@ -32,9 +32,32 @@ struct Arrangement {
 };
 
 // The most pieces that there are, if a piece has up to `columns` pairs.
-constexpr int64_t most_pieces(int64_t pairs, int64_t experts, int64_t columns) {
-  const int64_t full = pairs / columns;
-  return pairs < full + experts ? pairs : full + experts;
+inline int64_t most_pieces(const Pairs& pairs, int columns) {
+  const int64_t most = int64_t{pairs.count / columns} + pairs.experts;
+  return pairs.count < most ? pairs.count : most;
+}
+
+// Bytes of an arrangement of up to `pieces` pieces, with `orders` numbers of each pair: none, `order`, or `slots` too.
+__host__ __device__ constexpr int64_t arrangement_bytes(int64_t pairs, int64_t pieces, int orders) {
+  const int64_t bytes =
+      static_cast<int64_t>(sizeof(Piece)) * (1 + pieces) + static_cast<int64_t>(sizeof(int)) * orders * pairs;
+  return (bytes + 15) / 16 * 16;
+}
+// Its parts. memory: aligned to 16 bytes
+__host__ __device__ inline Arrangement arrangement_in(void* memory, int64_t pairs, int64_t pieces, int orders) {
+  auto* const first = static_cast<Piece*>(memory) + 1;
+  auto* const order = reinterpret_cast<int*>(first + pieces);
+  return {.totals = static_cast<int*>(memory),
+          .pieces = first,
+          .order = orders > 0 ? order : nullptr,
+          .slots = orders > 1 ? order + pairs : nullptr,
+          .tokens = nullptr,
+          .places = nullptr};
+}
+
+// The expert of a choice; `experts` if none has this number.
+__device__ __forceinline__ int expert_of(int64_t choice, int experts) {
+  return choice >= 0 && choice < experts ? static_cast<int>(choice) : experts;
 }
 
 // Zeros as the results [n] of a pair that has no expert; the threads of the block share them.

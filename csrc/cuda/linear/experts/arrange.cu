@@ -3,6 +3,7 @@
 // have: which piece a pair is in decides in which order a tile's sums are added.
 #include "cuda/linear/experts/arrange.cuh"
 
+#include "choices/linear.h"
 #include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda::linear {
@@ -51,13 +52,10 @@ __global__ void __launch_bounds__(kArrangeThreads)
   __syncthreads();
   let_next_kernel_begin();
   wait_for_previous_kernel();
-  const auto expert_of = [&](int pair) {
-    const int64_t expert = a.chosen[pair];
-    return expert >= 0 && expert < a.experts ? static_cast<int>(expert) : a.experts;
-  };
+  const auto expert_of_pair = [&](int pair) { return expert_of(a.chosen[pair], a.experts); };
 #pragma unroll 4
   for (int i = threadIdx.x; i < a.count; i += kArrangeThreads) {
-    if (const int expert = expert_of(i); expert < a.experts) atomicAdd(counts + expert, 1);
+    if (const int expert = expert_of_pair(i); expert < a.experts) atomicAdd(counts + expert, 1);
   }
   __syncthreads();
   const auto pieces_of = [&](int count) { return count > 0 ? quotient(count - 1, columns) + 1 : 0; };
@@ -79,7 +77,7 @@ __global__ void __launch_bounds__(kArrangeThreads)
   const int begin = min(a.count, warp * length), end = min(a.count, begin + length);
   int found = 0;
 #pragma unroll 4
-  for (int i = begin + lane; i < end; i += 32) found += expert_of(i) == own;
+  for (int i = begin + lane; i < end; i += 32) found += expert_of_pair(i) == own;
   found = sum_of_lanes(found);
   if (lane == 0) of_stretches[warp] = found;
   __syncthreads();
@@ -87,7 +85,7 @@ __global__ void __launch_bounds__(kArrangeThreads)
 #pragma unroll 1
   for (int i = begin; i < end; i += 32) {
     const int pair = i + lane;
-    const bool is = pair < end && expert_of(pair) == own;
+    const bool is = pair < end && expert_of_pair(pair) == own;
     const uint32_t those = __ballot_sync(0xffffffff, is);
     if (is) {
       const int to_place = place + __popc(those & ((1u << lane) - 1));

@@ -8,31 +8,22 @@ namespace turboquant::cuda::linear::experts {
 
 constexpr int kMostArrangedPairs = 256;  // no more than a thread block has threads
 
-// Bytes of shared memory, and an arrangement there. memory: aligned to 16 bytes. The last part is for arrange_few.
-__host__ __device__ constexpr int few_bytes(int pairs) {
-  return static_cast<int>(sizeof(Piece)) * (1 + pairs) + 2 * static_cast<int>(sizeof(int)) * pairs;
-}
+// Bytes of shared memory, and the arrangement there: its slots, for which nobody asks, are memory for arrange_few.
+__host__ __device__ constexpr int few_bytes(int pairs) { return static_cast<int>(arrangement_bytes(pairs, pairs, 2)); }
 __device__ __forceinline__ Arrangement few_in(uint8_t* memory, int pairs) {
-  auto* const pieces = reinterpret_cast<Piece*>(memory) + 1;
-  return {.totals = reinterpret_cast<int*>(memory),
-          .pieces = pieces,
-          .order = reinterpret_cast<int*>(pieces + pairs),
-          .slots = nullptr,
-          .tokens = nullptr,
-          .places = nullptr};
+  return arrangement_in(memory, pairs, pairs, 2);
 }
 
 // Writes the arrangement few_in(memory, count). All threads of the block call it. columns: the most pairs of a piece.
 // One copy of the code is enough for all kernels of a file; by value, because addresses would keep arguments in memory.
 __device__ __noinline__ void arrange_few(const int64_t* chosen, int count, int experts, int columns, uint8_t* memory) {
   const Arrangement to = few_in(memory, count);
-  int* const keys = to.order + count;  // twice the expert of a pair, plus 1 if a piece begins with it
+  int* const keys = to.slots;  // twice the expert of a pair, plus 1 if a piece begins with it
   const int pair = threadIdx.x;
   const bool exists = pair < count;
   int expert = experts;  // none
   if (exists) {
-    const int64_t choice = chosen[pair];
-    if (choice >= 0 && choice < experts) expert = static_cast<int>(choice);
+    expert = expert_of(chosen[pair], experts);
     keys[pair] = 2 * expert;
   }
   __syncthreads();

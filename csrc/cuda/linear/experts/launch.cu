@@ -27,9 +27,7 @@ Plan known_plan_of(const Call& call, const format::WeightBlock& unit, int correc
   const int64_t few = int64_t{corrections} << 32 | int64_t{unit.group} << 16 | device.index;
   return known.find({call.n, call.pairs.count, call.pairs.choices.value, call.pairs.experts, call.groups,
                      unit.block_bytes(), few},
-                    [&] {
-                      return plan_of(call, unit, corrections, device.facts, most_tiles_of_experts(device.facts));
-                    });
+                    [&] { return plan_of(call, unit, corrections, device.facts); });
 }
 
 }  // namespace
@@ -37,13 +35,12 @@ Plan known_plan_of(const Call& call, const format::WeightBlock& unit, int correc
 ExpertsLaunch::ExpertsLaunch(const Call& call, const format::WeightBlock& unit, bool uniform, const Device& device)
     : call_(call), device_(device), plan_(known_plan_of(call, unit, corrections(unit, uniform, true), device)),
       kernel_(kernel_of(unit, uniform, plan_.record.tiles)) {
-  const int64_t pieces = most_pieces(call.pairs.count, call.pairs.experts, plan_.record.columns);
-  checked_int(pieces * plan_.slabs, "the number of 16 rows of the weights of all pieces of tokens");
+  checked_int(most_pieces() * plan_.slabs, "the number of 16 rows of the weights of all pieces of tokens");
 }
 
 void ExpertsLaunch::run(void* workspace, cudaStream_t stream) {
   if (plan_.arranged == 0) {
-    call_.arranged = arrangement_in(workspace, call_.pairs, plan_.record.columns, 1);
+    call_.arranged = arrangement_in(workspace, call_.pairs.count, most_pieces(), 1);
     arrange(call_.pairs, call_.arranged, plan_.record.columns, device_, stream);
   }
   allow_shared_memory(kernel_, device_.index, plan_.bytes);

@@ -15,13 +15,15 @@ class ExpertsLaunch {
   ExpertsLaunch(const Call& call, const format::WeightBlock& unit, bool uniform, const Device& device);
 
   int64_t workspace_bytes() const {
-    return plan_.arranged > 0 ? 0 : arrangement_bytes(call_.pairs, plan_.record.columns, 1);
+    return plan_.arranged > 0 ? 0 : arrangement_bytes(call_.pairs.count, most_pieces(), 1);
   }
 
   // workspace: aligned to 16 bytes.
   void run(void* workspace, cudaStream_t stream);
 
  private:
+  int64_t most_pieces() const { return linear::most_pieces(call_.pairs, plan_.record.columns); }
+
   Call call_;
   const Device& device_;
   Plan plan_;

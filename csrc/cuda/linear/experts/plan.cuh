@@ -20,25 +20,20 @@ struct PieceCost {
 };
 constexpr PieceCost kPieceCosts[] = {{1, 1.0}, {4, 1.9}};
 
-inline int most_tiles_of_experts(const DeviceFacts& facts) {
-  return facts.warpgroup_products ? 1 : std::min(most_tiles(facts), 4);
-}
-
 // The plan with the least cost. There is one wherever choices/linear.h has room for a token's channels.
-inline Plan plan_of(const Call& a, const format::WeightBlock& unit, int corrections, const DeviceFacts& facts,
-                    int most_tiles) {
+inline Plan plan_of(const Call& a, const format::WeightBlock& unit, int corrections, const DeviceFacts& facts) {
   Plan best{};
   double least = INFINITY;
   const int64_t tokens = a.pairs.count / std::max<int>(a.pairs.choices, 1);
   for (const PieceCost& cost : kPieceCosts) {
-    if (cost.tiles > most_tiles) continue;
+    if (cost.tiles > (facts.warpgroup_products ? 1 : most_tiles(facts))) continue;
     Plan p{};
     const int warps = num_warps(cost.tiles), header = header_bytes(cost.tiles);
     p.unit_bytes = unit.block_bytes(), p.has_subs = unit.sub > 0, p.slabs = divide_up(a.n, format::kWeightRows);
     const auto fill_in = [&](int columns) {
       p.record = {a.group, columns, corrections, cost.tiles};
       const double pieces = expected_pieces(a.pairs, columns);
-      const int64_t most = int64_t{p.slabs} * most_pieces(a.pairs.count, a.pairs.experts, columns);
+      const int64_t most = int64_t{p.slabs} * most_pieces(a.pairs, columns);
       p.blocks = static_cast<int>(std::min<int64_t>(facts.multiprocessors, most));
       // As many slabs as a block has, or as of a piece, if that has fewer.
       const int slabs = std::max(1, std::min(p.slabs, static_cast<int>(std::ceil(pieces * p.slabs / p.blocks))));

@@ -347,8 +347,8 @@ class StreamK {
                                               const Factors& factors) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const float bias[2] = {bias_of(tokens, row + g), bias_of(tokens, row + g + 8)};
-    int row_of[TOKENS /
-               32];  // of y: a lane has those of tokens 32 i + lane, which are loaded before any result is stored
+    // Rows of y: a lane has those of tokens 32 i + lane, which are loaded before any result is stored.
+    int row_of[TOKENS / 32];
 #pragma unroll
     for (int i = 0; i < TOKENS / 32; ++i) {
       const int token = 32 * i + static_cast<int>(threadIdx.x) % 32;

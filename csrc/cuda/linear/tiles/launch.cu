@@ -84,7 +84,7 @@ TilesLaunch::TilesLaunch(const Call& call, const Device& device)
     : call_(call), device_(device), plan_(known_plan_of(call, device)) {}
 
 int64_t TilesLaunch::order_bytes() const {
-  return call_.has_experts() ? arrangement_bytes(call_.pairs, plan_.tokens, 2) : 0;
+  return call_.has_experts() ? arrangement_bytes(call_.pairs.count, plan_.column_tiles, 2) : 0;
 }
 int64_t TilesLaunch::operand_bytes() const {
   return int64_t{plan_.column_tiles} * plan_.tokens * call_.groups * call_.block.group * 2;
@@ -104,7 +104,7 @@ int64_t TilesLaunch::workspace_bytes() const {
 
 void TilesLaunch::run(void* workspace, cudaStream_t stream) {
   if (call_.has_experts()) {
-    call_.arranged = arrangement_in(workspace, call_.pairs, plan_.tokens, 2);
+    call_.arranged = arrangement_in(workspace, call_.pairs.count, plan_.column_tiles, 2);
     arrange(call_.pairs, call_.arranged, plan_.tokens, device_, stream);
   }
   plan_.operands = static_cast<uint8_t*>(workspace) + order_bytes();

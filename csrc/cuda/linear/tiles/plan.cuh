@@ -62,8 +62,7 @@ inline Plan plan_of(const Call& a, const DeviceFacts& facts, int most_workers) {
     if (whole < least) least = whole, p = q;
   }
   const int slabs = slabs_of(p.tokens);
-  p.column_tiles = a.has_experts() ? static_cast<int>(most_pieces(a.pairs.count, a.pairs.experts, p.tokens))
-                                   : divide_up(a.tokens, p.tokens);
+  p.column_tiles = a.has_experts() ? static_cast<int>(most_pieces(a.pairs, p.tokens)) : divide_up(a.tokens, p.tokens);
   const int room = facts.shared_per_block - kHeaderBytes, halves = a.block.group / kChannels;
   p.stage_bytes = static_cast<int>(round_up(slabs * a.block.block_bytes() + halves * p.tokens * kRowBytes, 1024));
   p.stages = std::min(room / p.stage_bytes, kMostStages);
