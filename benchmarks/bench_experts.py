@@ -21,7 +21,6 @@ tokens. "of read" compares the packed bytes of the distinct experts per second w
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from dataclasses import dataclass, replace
 import common
 import torch
 from bench_linear import FORMATS
-from timing import DEVICE, ROTATED_BYTES, Call, Contest, read_speed, those_that_run
+from timing import DEVICE, ROTATED_BYTES, Call, Contest, case_parser, measure_cases, those_that_run
 from torch import Tensor
 
 import torch_turboquant as tt
@@ -230,11 +229,7 @@ def table() -> str:
 
 
 def main() -> None:
-    options = common.parser(str(__doc__))
-    options.add_argument("--only", help="a regular expression of cases")
-    options.add_argument("--tiny", action="store_true")
-    options.add_argument("--table", action="store_true")
-    options.add_argument("--seconds", type=float, default=0.1, help="of each contender")
+    options = case_parser(str(__doc__))
     arguments = options.parse_args()
     if arguments.table:
         print(table())
@@ -242,14 +237,7 @@ def main() -> None:
     chosen = [case for case in ALL if not arguments.only or re.search(arguments.only, str(case))]
     if arguments.tiny:
         chosen = [replace(case, tokens=min(case.tokens, 16), scale=8) for case in chosen[:3]]
-    read, rows = read_speed(), []
-    for case in chosen:
-        rows.append({**measure(case, arguments.seconds, read), "read_tb_s": round(read, 3)})
-        gc.collect()
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
-        if not arguments.tiny:
-            common.write_progress(NAME, rows, "case", arguments, [str(case) for case in ALL])
+    measure_cases(NAME, chosen, measure, arguments, None if arguments.tiny else ALL)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,21 @@ weights, decoded, with activations that are not rounded (W4A16).
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import common
 import torch
-from timing import DEVICE, Call, Contest, number_of_caches, read_speed, those_that_run
+from timing import (
+    DEVICE,
+    Call,
+    Contest,
+    case_parser,
+    measure_cases,
+    number_of_caches,
+    those_that_run,
+)
 from torch import Tensor
 
 from torch_turboquant.weights import PackedLinear, WeightFormat, encode_weight
@@ -253,12 +260,8 @@ def table() -> str:
 
 
 def main() -> None:
-    options = common.parser(str(__doc__))
+    options = case_parser(str(__doc__))
     options.add_argument("--quick", action="store_true")
-    options.add_argument("--only", help="a regular expression of cases")
-    options.add_argument("--tiny", action="store_true")
-    options.add_argument("--table", action="store_true")
-    options.add_argument("--seconds", type=float, default=0.1, help="of each contender")
     arguments = options.parse_args()
     if arguments.table:
         print(table())
@@ -269,14 +272,7 @@ def main() -> None:
     if arguments.tiny:
         chosen = [replace(case, tokens=min(case.tokens, 16), scale=8) for case in chosen[:3]]
     kept = not (arguments.quick or arguments.tiny)
-    read, rows = read_speed(), []
-    for case in chosen:
-        rows.append({**measure(case, arguments.seconds, read), "read_tb_s": round(read, 3)})
-        gc.collect()
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
-        if kept:
-            common.write_progress(NAME, rows, "case", arguments, [str(case) for case in ALL])
+    measure_cases(NAME, chosen, measure, arguments, ALL if kept else None)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ read" compares with a sum over 4 GiB.
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -31,7 +30,15 @@ import common
 import torch
 from batches import Difference, Shape, exact_attention, running_sum, tables_of
 from contenders import flashinfer, why_no_flashinfer
-from timing import DEVICE, Call, Contest, number_of_caches, read_speed, those_that_run
+from timing import (
+    DEVICE,
+    Call,
+    Contest,
+    case_parser,
+    measure_cases,
+    number_of_caches,
+    those_that_run,
+)
 from torch.nn.functional import scaled_dot_product_attention
 
 import torch_turboquant as tt
@@ -334,12 +341,8 @@ def table() -> str:
 
 
 def main() -> None:
-    options = common.parser(str(__doc__))
+    options = case_parser(str(__doc__), seconds=0.15)
     options.add_argument("--quick", action="store_true")
-    options.add_argument("--only", help="a regular expression of cases")
-    options.add_argument("--tiny", action="store_true")
-    options.add_argument("--table", action="store_true")
-    options.add_argument("--seconds", type=float, default=0.15, help="of each contender")
     arguments = options.parse_args()
     if arguments.table:
         print(table())
@@ -350,16 +353,7 @@ def main() -> None:
     if arguments.tiny:
         chosen = [case.tiny() for case in chosen]
     kept = not (arguments.quick or arguments.tiny)
-    read, rows = read_speed(), []
-    for case in chosen:
-        row = measure(case, arguments.seconds, read)
-        if row is not None:
-            rows.append({**row, "read_tb_s": round(read, 3)})
-        gc.collect()
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
-        if kept:
-            common.write_progress("h200_mla", rows, "case", arguments, [str(case) for case in ALL])
+    measure_cases("h200_mla", chosen, measure, arguments, ALL if kept else None)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,16 @@ measure with it.
 
 from __future__ import annotations
 
+import argparse
+import gc
 import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import common
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
@@ -202,3 +206,44 @@ def read_speed() -> float:
     x = torch.zeros(1 << 30, dtype=torch.float32, device=DEVICE)
     (ms, _), *_ = Contest(0.5).medians({"sum": [x.sum]}).values()
     return 4 * len(x) / ms * 1e-9
+
+
+# ---- cases one after the other
+
+
+def case_parser(description: str, seconds: float = 0.1) -> argparse.ArgumentParser:
+    """A parser with the options of benchmarks whose rows are cases."""
+    options = common.parser(description)
+    options.add_argument("--only", help="a regular expression of cases")
+    options.add_argument("--tiny", action="store_true")
+    options.add_argument("--table", action="store_true")
+    options.add_argument("--seconds", type=float, default=seconds, help="of each contender")
+    return options
+
+
+def measure_cases(
+    name: str,
+    cases: Sequence[Any],
+    measure: Callable[[Any, float, float], common.Row | None],
+    arguments: argparse.Namespace,
+    order: Sequence[Any] | None,
+) -> None:
+    """Measures cases, and writes the rows so far into a result file after each of them.
+
+    Args:
+        name: of the result file.
+        measure: the row of a case, from the case, seconds of each contender and TB/s of a sum over
+            4 GiB; None: it has none.
+        arguments: of case_parser.
+        order: all cases, in the order of the file; None: nothing is written.
+    """
+    read, rows = read_speed(), []
+    for case in cases:
+        row = measure(case, arguments.seconds, read)
+        if row is not None:
+            rows.append({**row, "read_tb_s": round(read, 3)})
+        gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+        if order is not None:
+            common.write_progress(name, rows, "case", arguments, [str(case) for case in order])

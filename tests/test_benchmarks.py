@@ -189,6 +189,24 @@ def test_steps_over_latents(monkeypatch):
     assert 2 * 150 * 160 * 2 < stock < plain and packed < plain
 
 
+@pytest.mark.parametrize(
+    ("name", "cases", "count", "sizes"),
+    [
+        ("linear", "^layer 4 m 1$", 1, ("us", "eager_us", "bytes", "speedup", "error")),
+        ("experts", "^qwen3-30b-a3b 4 m (1|4)$", 2, ("us", "eager_us", "bytes", "speedup")),
+        ("mla", "^k4u 16 heads 1 x 8192$", 1, ("ms", "eager_ms", "speedup")),
+    ],
+)
+def test_cases_one_after_the_other(monkeypatch, name, cases, count, sizes):
+    """A try with tiny sizes writes nothing, and has a row for each case that was asked for."""
+    rows, measure = [], load_script(f"benchmarks/bench_{name}.py").measure
+    kept = lambda *given: rows.append(measure(*given)) or rows[-1]  # noqa: E731
+    arguments = "--tiny", "--only", cases, "--seconds", "0.001"
+    assert run(monkeypatch, f"bench_{name}.py", *arguments, measure=kept) is None
+    assert len(rows) == count
+    assert all(row[size] > 0 for row in rows for size in sizes)
+
+
 def test_the_codec_on_a_cpu_writes_nothing(monkeypatch):
     class NoRows:
         all = staticmethod(tuple)

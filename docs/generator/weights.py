@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from common import markdown
 
 from generator import results
@@ -20,6 +22,15 @@ LINEAR_MATRICES = {
 }
 
 
+def times(row: dict[str, Any]) -> list[str]:
+    """The cells of TIMES."""
+    us, bf16 = f"{row['us']:,.1f}", f"{row['other_us']['bf16']:,.1f}"
+    return [us, f"{row['of_read']:.0%}", bf16, f"{row['speedup']:.2f}x"]
+
+
+TIMES = ["us", "of read", "bf16, us", "speed-up"]
+
+
 def linear_speed() -> str:
     """Times of linear layers with packed weights, a row for each matrix, format and batch."""
     rows = h200_rows("h200_linear")
@@ -28,17 +39,13 @@ def linear_speed() -> str:
             LINEAR_MATRICES[str(row["matrix"])],
             f"`{row['format']}`",
             f"{row['tokens']:,}",
-            f"{row['us']:.1f}",
-            f"{row['of_read']:.0%}",
-            f"{row['other_us']['bf16']:.1f}",
-            f"{row['speedup']:.2f}x",
+            *times(row),
             f"{row['error']:.4f} ({row['w4a16_error']:.4f})",
         ]
         for row in rows
     ]
-    header = ["matrices", "format", "tokens", "us", "of read", "bf16, us", "speed-up", "error"]
-    origin = source("h200_linear", rows, "../../")
-    return f"{markdown(header, lines)}\n\n{origin}"
+    header = ["matrices", "format", "tokens", *TIMES, "error"]
+    return f"{markdown(header, lines)}\n\n{source('h200_linear', rows, '../../')}"
 
 
 EXPERT_MODELS = {
@@ -58,14 +65,11 @@ def expert_speed() -> str:
             f"`{row['format']}`",
             f"{row['tokens']:,}",
             f"{row['distinct_experts']:,.0f}",
-            f"{row['us']:,.1f}",
-            f"{row['of_read']:.0%}",
-            f"{row['other_us']['bf16']:,.1f}",
-            f"{row['speedup']:.2f}x",
+            *times(row),
         ]
         for row in rows
     ]
-    header = ["shape", "format", "tokens", "chosen", "us", "of read", "bf16, us", "speed-up"]
+    header = ["shape", "format", "tokens", "chosen", *TIMES]
     return f"{markdown(header, lines)}\n\n{source('h200_experts', rows, '../../')}"
 
 

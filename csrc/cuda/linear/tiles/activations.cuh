@@ -89,7 +89,7 @@ class Span {
 };
 
 // A thread block rotates a token, or one for a pair of it and an expert. Those of an expert are neighbours, as their
-// rows in memory are: in the order of tokens it takes a third longer to write them.
+// rows in memory are: in the order of tokens they would be written more slowly.
 __global__ void __launch_bounds__(32 * kMostRotateWarps, 1)
     rotate_activations(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
