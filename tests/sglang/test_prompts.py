@@ -44,7 +44,7 @@ def flash(monkeypatch):
         return attend
 
     monkeypatch.setattr(prompts, "flash_attention", for_device)
-    monkeypatch.setattr(prompts, "LONG_CHUNK", LONG)
+    monkeypatch.setattr(prompts, "long_chunk", lambda q_heads: LONG)
     monkeypatch.setattr(of_engines, "SEGMENT", 64)
     return calls
 
@@ -136,7 +136,7 @@ def test_sliding_windows(tmp_path, flash):
 def runs(new, old):
     return [
         (run.first_sequence, run.end_sequence, run.first, run.end, run.longest, run.by_flash)
-        for run in prompts.runs_of(new, old, "cpu")
+        for run in prompts.runs_of(new, old, 512, "cpu")
     ]
 
 
@@ -149,7 +149,7 @@ def test_runs():
         (0, 2, 0, 1112, 600, True),
         (2, 4, 1112, 1114, 1, False),
     ]
-    (only,) = prompts.runs_of([600, 512], [0, 9], "cpu")
+    (only,) = prompts.runs_of([600, 512], [0, 9], 512, "cpu")
     assert [(c.sequence, c.first, c.end) for c in only.contexts] == [(1, 600, 1112)]
 
 
@@ -164,7 +164,7 @@ def test_what_a_ring_holds(sinks, old):
     held = {}
     for position in range(max(since, sinks), old):
         held[sinks + (position - sinks) % ring] = position
-    (run,) = prompts.runs_of([600], [old], "cpu")
+    (run,) = prompts.runs_of([600], [old], 512, "cpu")
     recent = rings.seen_by(run, torch.tensor([row]), [old]).recent[0]
     found = {
         int(entry): recent.first + i
@@ -185,6 +185,6 @@ class NumbersOnTheHost(TorchDispatchMode):
 def test_the_host_does_not_wait_for_a_ring():
     generations = torch.zeros(3, dtype=torch.int64)
     rings = Rings(SimpleNamespace(req_generation=generations), 1, 8, torch.device("cpu"))
-    (run,) = prompts.runs_of([600, 700], [30, 9], "cpu")
+    (run,) = prompts.runs_of([600, 700], [30, 9], 512, "cpu")
     with NumbersOnTheHost():
         rings.seen_by(run, torch.tensor([2, 1]), [30, 9])

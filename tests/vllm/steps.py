@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,19 @@ LONG_STEPS = {
     "beside a fresh prompt and a short chunk": [(1000, 512), (40, 40), (300, 7)],
     "beside a prefix hit": [(9, 1), (700, 640), (1030, 520)],
     "one token is in the cache": [(601, 600)],
+    "among short chunks": [(9, 1), (90, 20), (1000, 512), (40, 40), (300, 7), (700, 520), (64, 3)],
 }
+
+
+def asked_of_flash(steps: Any, segment: int, long_chunk: int = 512) -> list[bool]:
+    """Whether each call of FlashAttention is causal: of a run's own tokens, then of each segment of
+    what its sequences have in the cache."""
+    calls = []
+    for is_long, run in itertools.groupby(steps, lambda step: step[1] >= long_chunk):
+        if is_long:
+            old = [total - new for total, new in run]
+            calls += [True, *[False] * sum(-(-tokens // segment) for tokens in old)]
+    return calls
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from tests.helpers import randn
 from tests.oracle import exact_attention, flash_attention
 from tests.vllm.harness import ON_GPU, save_llama
 from tests.vllm.reference import through_codes
-from tests.vllm.steps import LONG_STEPS, STEPS, Steps, vllm_started
+from tests.vllm.steps import LONG_STEPS, STEPS, Steps, asked_of_flash, vllm_started
 from torch_turboquant.integrations.engine import prompts
 from torch_turboquant.integrations.vllm.backend import (
     TurboQuantBackend,
@@ -225,10 +225,9 @@ def test_long_chunks_over_decoded_pages(started, monkeypatch, steps, heads):
 
     options = {"softmax_scale": layer.impl.scale}
     layer.impl.prompt_attention = prompts.PromptAttention(flash, options, 0)
-    layer.builder.splits_prompts = True
+    layer.builder.splits_prompts, layer.builder.long_chunk = True, 512
     assert_right(*layer.run(steps, *tensors(steps, heads)))
-    chunks = [total - new for total, new in steps if new > 1]
-    assert calls == [True] + [False] * sum(-(-old // 128) for old in chunks)
+    assert calls == asked_of_flash(steps, 128)
 
 
 def test_short_chunks_and_windows_stay_with_the_pages(started):
@@ -248,15 +247,15 @@ def test_short_chunks_and_windows_stay_with_the_pages(started):
 # ---- what a step is made of
 
 
-def parts_of(started, steps, exact_steps=True, drafts=0, on_cuda=True):
+def parts_of(started, steps, exact_steps=True, drafts=0, on_cuda=True, long_chunk=512):
     options = {}
     if drafts:
         method = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
         options["speculative_config"] = method
     layer = Layer(started({"exact_steps": exact_steps}, **options))
-    layer.builder.splits_prompts = on_cuda
+    layer.builder.splits_prompts, layer.builder.long_chunk = on_cuda, long_chunk
     return [
-        (part.first, part.end, len(part.seq_lens), part.longest, part.exact, part.fresh)
+        (part.first, part.end, len(part.seq_lens), part.longest, part.exact, part.by_flash)
         for part in layer.builder.build(0, layer.metadata(steps)).parts
     ]
 
@@ -275,6 +274,32 @@ def test_fresh_prompts_are_a_part_of_their_own(started):
     assert parts_of(started, mixed, on_cuda=False) == [(0, 28, 3, 20, True, False)]
     assert parts_of(started, mixed[1:]) == [(0, 27, 2, 20, True, True)]
     assert parts_of(started, [*mixed, (48, 16)]) == [(0, 44, 4, 20, True, False)]
+
+
+def test_long_chunks_are_parts_of_their_own(started):
+    """And short ones are one call with those beside them, however many there are."""
+    steps = [(9, 1), (20, 9), (1600, 600), (30, 5), (80, 7)]
+    own = (10, 610, 1, 600, True, True)
+    behind = (610, 622, 2, 7, True, False)
+    assert parts_of(started, steps) == [(0, 10, 2, 9, True, False), own, behind]
+    assert parts_of(started, steps, long_chunk=601) == [(0, 622, 5, 600, True, False)]
+    assert parts_of(started, steps, on_cuda=False) == [(0, 622, 5, 600, True, False)]
+    assert parts_of(started, steps, exact_steps=False) == [
+        (0, 1, 1, 1, False, False),
+        (1, 10, 1, 9, True, False),
+        own,
+        behind,
+    ]
+    # not in one call with decoding sequences
+    assert parts_of(started, [steps[0], (600, 600), (700, 600)]) == [
+        (0, 1, 1, 1, True, False),
+        (1, 1201, 2, 600, True, True),
+    ]
+
+
+def test_how_long_a_chunk_is_depends_on_its_heads(started):
+    assert [prompts.long_chunk(heads) for heads in (32, 28, 8, 1)] == [1024, 1171, 4096, 32768]
+    assert Layer(started({})).builder.long_chunk == prompts.long_chunk(4)  # of the model
 
 
 def test_decode_steps_from_codes_are_a_part_of_their_own(started):

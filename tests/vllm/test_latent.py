@@ -29,7 +29,7 @@ from tests.vllm.harness import (
     save_deepseek,
     told,
 )
-from tests.vllm.steps import LONG_STEPS, STEPS, Steps, vllm_started
+from tests.vllm.steps import LONG_STEPS, STEPS, Steps, asked_of_flash, vllm_started
 from torch_turboquant.integrations.engine import prompts
 from torch_turboquant.integrations.vllm import adapter
 from torch_turboquant.integrations.vllm.latent import (
@@ -290,8 +290,7 @@ def test_long_chunks_over_decoded_pages(started, monkeypatch, steps):
         own = slice(first, first + new)
         assert_right(found[own], layer.right(q[own], rows[s], new, True))
         first += new
-    chunks = [total - new for total, new in steps if new > 1]
-    assert calls == [True] + [False] * sum(-(-old // 128) for old in chunks)
+    assert calls == asked_of_flash(steps, 128)
 
 
 def test_fresh_prompts(started):

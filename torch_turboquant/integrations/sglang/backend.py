@@ -113,6 +113,7 @@ class TurboQuantBackend(AttentionBackend):
         self.sliding_pool: TurboQuantKVPool | None = sliding
         self.steps = Steps(rows.req_to_token, self.plan.page_size, self.plan.drafts, to_sliding)
         self.flash = prompts.flash_attention(self.plan.head_dim, self.plan.device)
+        self.long_chunk = None if self.flash is None else prompts.long_chunk(self.plan.q_heads)
         self.rings: Rings | None = None
         if self.window:
             self.rings = Rings(rows, self.sinks, self.plan.ring, self.plan.device)
@@ -193,7 +194,7 @@ class TurboQuantBackend(AttentionBackend):
             self._refuse_pictures(forward_batch)
             if self.rings is not None:
                 self.rings.see(forward_batch)
-            self.step = self.steps.extend(forward_batch, self.flash is not None, self.rings)
+            self.step = self.steps.extend(forward_batch, self.long_chunk, self.rings)
         elif not mode.is_idle():
             raise NotImplementedError(
                 f"torch_turboquant: steps of the kind {mode.name} are not supported: leave out the "

@@ -61,6 +61,7 @@ class Plan:
         self.device, self.dtype = torch.device(kvc.device), kvc.model_dtype
         self.head_dim: int = model.head_dim
         self.kv_heads: int = model.get_num_kv_heads(self.ranks)
+        self.q_heads: int = model.num_attention_heads // self.ranks
         self.own_layers = attention_layers(kvc)
         self.sliding_layers = sliding_layers(kvc)
         self.is_hybrid: bool = kvc.mambaish_config is not None

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_turboquant.integrations.engine.prompts import LONG_CHUNK, Context, contexts_of
+from torch_turboquant.integrations.engine.prompts import (
+    Context,
+    contexts_of,
+    long_chunk,
+    runs_of_neighbours,
+)
+
+__all__ = ["Recent", "Run", "flash_attention", "long_chunk", "runs_of"]
 
 
 @dataclass(frozen=True)
@@ -49,27 +56,26 @@ class Run:
     """What the ring holds of each of these, by its number in the run; empty: there is no ring."""
 
 
-def runs_of(new: Sequence[int], old: Sequence[int], device: Any) -> tuple[Run, ...]:
+def runs_of(
+    new: Sequence[int], old: Sequence[int], long_chunk: int, device: Any
+) -> tuple[Run, ...]:
     """The runs of a step; empty: all of it stays with the op.
 
     Args:
         new: tokens of this step, of each sequence.
         old: tokens of earlier steps.
+        long_chunk: new tokens of a sequence that make a long chunk.
         device: of the tensors.
     """
-    all_begin = not any(old)
-    by_flash = [all_begin or n >= LONG_CHUNK for n in new]
-    if not any(by_flash):
+    found = runs_of_neighbours(new, old, long_chunk)
+    if not any(alike.by_flash for alike in found):
         return ()
-    firsts = [0, *itertools.accumulate(new)]
-    runs, begin = [], 0
-    for flash, group in itertools.groupby(by_flash):
-        end = begin + len(list(group))
+    firsts, runs = [0, *itertools.accumulate(new)], []
+    for begin, end, by_flash in found:
         tokens, past = new[begin:end], old[begin:end]
-        contexts = contexts_of(tokens, past, device, LONG_CHUNK) if flash else ()
-        longest = max(tokens)
-        runs.append(Run(begin, end, firsts[begin], firsts[end], longest, flash, contexts))
-        begin = end
+        contexts = contexts_of(tokens, past, device) if by_flash else ()
+        place = (begin, end, firsts[begin], firsts[end])
+        runs.append(Run(*place, max(tokens), by_flash, contexts))
     return tuple(runs)
 
 

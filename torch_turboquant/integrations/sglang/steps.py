@@ -179,11 +179,11 @@ class Steps:
         self.fill(step, batch)
         return step
 
-    def extend(self, batch: Any, by_flash: bool = False, rings: Rings | None = None) -> Step:
+    def extend(self, batch: Any, long_chunk: int | None = None, rings: Rings | None = None) -> Step:
         """A step of prompts and their continuations, with decoding sequences among them.
 
         Args:
-            by_flash: whether FlashAttention is to take what it can.
+            long_chunk: new tokens from which FlashAttention takes a sequence; None: there is none.
             rings: of the exact tails, which have seen this step.
         """
         new, old = list(batch.extend_seq_lens_cpu), list(batch.extend_prefix_lens_cpu)
@@ -192,7 +192,7 @@ class Steps:
         self._fill_sequences(step, rows, batch.seq_lens)
         starts = torch.tensor([0, *new]).cumsum(0).to(self.device, non_blocking=True)
         slots = batch.out_cache_loc.long()
-        runs = runs_of(new, old, self.device) if by_flash else ()
+        runs = () if long_chunk is None else runs_of(new, old, long_chunk, self.device)
         if rings is not None:
             runs = tuple(rings.seen_by(run, rows, old) for run in runs)
         has = list(zip(new, old, strict=True))

@@ -31,7 +31,13 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from torch_turboquant.integrations.engine.limits import ELSEWHERE, wrong_dtype, wrong_head_dim
 from torch_turboquant.integrations.engine.pages import page_parts
-from torch_turboquant.integrations.engine.prompts import LONG_CHUNK, Context, contexts_of
+from torch_turboquant.integrations.engine.prompts import (
+    Alike,
+    Context,
+    contexts_of,
+    long_chunk,
+    runs_of_neighbours,
+)
 from torch_turboquant.integrations.vllm import adapter, limits
 from torch_turboquant.integrations.vllm.plan import PAGE_SIZE, Plan, latest_plan, plan_of
 from torch_turboquant.integrations.vllm.prompts import prompt_attention
@@ -154,10 +160,10 @@ class Part(NamedTuple):
     """An upper bound of the new tokens of a sequence."""
     exact: bool
     """Whether queries read this step's tokens as they are."""
-    fresh: bool
-    """Whether no sequence has tokens of earlier steps."""
-    contexts: tuple[Context, ...]
-    """What long chunks of prompts have in the cache; empty: nothing, or there are none."""
+    by_flash: bool = False
+    """Whether FlashAttention takes it, where there is one that can."""
+    contexts: tuple[Context, ...] = ()
+    """What its sequences have in the cache, where FlashAttention takes it."""
 
 
 @dataclass
@@ -179,8 +185,6 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     metadata_class = TurboQuantMetadata
-    long_chunk = LONG_CHUNK
-    """New tokens of a sequence from which what it has in the cache is decoded."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -190,6 +194,13 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         plan = plan_of(vllm_config)
         self.exact_steps, self.learning = plan.settings.exact_steps, plan.learning
         self.splits_prompts = current_platform.is_cuda()
+        self.long_chunk = self.long_chunk_of(vllm_config)
+
+    @staticmethod
+    def long_chunk_of(vllm_config: Any) -> int:
+        """New tokens of a sequence from which what it has in the cache is decoded."""
+        heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        return long_chunk(heads)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
@@ -214,62 +225,72 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         return self.metadata_class(parts, whole, slots, m.query_start_loc)
 
     def _parts(self, m: Any) -> tuple[Part, ...]:
-        """The step as one part, unless two must be computed differently."""
-        threshold = self.reorder_batch_threshold
-        if m.max_query_len <= threshold:
+        """The step as one part, unless some of it must be computed differently."""
+        if m.max_query_len <= self.reorder_batch_threshold:
             return (self._part(m, 0, m.num_reqs, self.exact_steps),)
-        decodes, prompts, first, _ = split_decodes_and_prefills(m, decode_threshold=threshold)
-        fresh = False
-        contexts: tuple[Context, ...] = ()
-        if prompts and self.splits_prompts:
-            fresh, contexts = _what_prompts_have(m, decodes, self.long_chunk)
-        apart = fresh or bool(contexts)
-        if not prompts or not decodes or (self.exact_steps and not apart):
-            exact = self.exact_steps or prompts > 0
-            return (self._part(m, 0, m.num_reqs, exact, fresh=fresh, contexts=contexts),)
-        return (
-            self._part(m, 0, decodes, self.exact_steps, end=first, longest=threshold),
-            self._part(m, decodes, m.num_reqs, True, first=first, fresh=fresh, contexts=contexts),
+        decodes, prompts, *_ = split_decodes_and_prefills(
+            m, decode_threshold=self.reorder_batch_threshold
+        )
+        if not prompts:
+            return (self._part(m, 0, m.num_reqs, self.exact_steps),)
+        firsts = m.query_start_loc_cpu[: m.num_reqs + 1].tolist()
+        new = [end - begin for begin, end in itertools.pairwise(firsts)]
+        firsts[-1] = m.num_actual_tokens  # with what pads a step
+        old = [0] * len(new)
+        runs: tuple[Alike, ...] = (Alike(decodes, m.num_reqs, False),)
+        if self.splits_prompts:
+            # exact for sequences that are still in their prompt
+            lengths = m.seq_lens_cpu_upper_bound[: m.num_reqs].tolist()
+            old = [length - n for length, n in zip(lengths, new, strict=True)]
+            runs = runs_of_neighbours(new, old, self.long_chunk, decodes)
+        if decodes and self.exact_steps and not runs[0].by_flash:
+            runs = (Alike(0, runs[0].end, False), *runs[1:])  # decodes in the same call
+        elif decodes:
+            runs = (Alike(0, decodes, False), *runs)
+        return tuple(
+            self._part(
+                m,
+                begin,
+                end,
+                self.exact_steps or end > decodes,
+                (firsts[begin], firsts[end]),
+                max(*new[begin:end], self.reorder_batch_threshold),
+                by_flash,
+                contexts_of(new[begin:end], old[begin:end], m.seq_lens.device) if by_flash else (),
+            )
+            for begin, end, by_flash in runs
         )
 
     @staticmethod
     def _part(
         m: Any,
-        sequence: int,
-        end_sequence: int,
+        begin: int,
+        end: int,
         exact: bool,
-        first: int = 0,
-        end: int | None = None,
+        tokens: tuple[int, int] | None = None,
         longest: int | None = None,
-        fresh: bool = False,
+        by_flash: bool = False,
         contexts: tuple[Context, ...] = (),
     ) -> Part:
-        end = m.num_actual_tokens if end is None else end
+        """Sequences begin .. end - 1 of a step.
+
+        Args:
+            tokens: the first and last + 1 of their new tokens; None: all of the step.
+            longest: an upper bound of the new tokens of a sequence; None: the step's.
+        """
+        first, last = tokens or (0, m.num_actual_tokens)
         longest = m.max_query_len if longest is None else longest
         starts = None
-        if longest > 1 or end - first != end_sequence - sequence:
-            starts = m.query_start_loc[sequence : end_sequence + 1]
+        if longest > 1 or last - first != end - begin:
+            starts = m.query_start_loc[begin : end + 1]
             if first:
                 starts = starts - first
         table, lengths = m.block_table_tensor, m.seq_lens
-        if sequence or end_sequence != lengths.shape[0]:
-            table, lengths = table[sequence:end_sequence], lengths[sequence:end_sequence]
+        if begin or end != lengths.shape[0]:
+            table, lengths = table[begin:end], lengths[begin:end]
         # no copy: CUDA graphs read what vLLM has put into the table by then
         pages = table[:, 0]
-        return Part(first, end, table, pages, lengths, starts, longest, exact, fresh, contexts)
-
-
-def _what_prompts_have(m: Any, first: int, long_chunk: int) -> tuple[bool, tuple[Context, ...]]:
-    """Whether none of the sequences from `first` on has tokens in the cache, and what some have.
-
-    Every sequence is looked at: a prefix hit beside fresh prompts has some. The host's lengths are
-    exact for sequences that are still in their prompt.
-    """
-    starts = m.query_start_loc_cpu[first : m.num_reqs + 1].tolist()
-    lengths = m.seq_lens_cpu_upper_bound[first : m.num_reqs].tolist()
-    new = [end - begin for begin, end in itertools.pairwise(starts)]
-    old = [length - n for length, n in zip(lengths, new, strict=True)]
-    return not any(old), contexts_of(new, old, m.query_start_loc.device, long_chunk)
+        return Part(first, last, table, pages, lengths, starts, longest, exact, by_flash, contexts)
 
 
 # ---- a layer
@@ -438,12 +459,14 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         )
 
     def _is_for_flash(self, part: Part) -> bool:
-        """Whether a part is left to FlashAttention."""
-        chunks = bool(part.contexts) and not self.sliding_window
-        return self.prompt_attention is not None and (part.fresh or chunks)
+        """Whether a part is left to FlashAttention, which does not know where a window of the
+        tokens in the cache begins."""
+        if self.prompt_attention is None or not part.by_flash:
+            return False
+        return not part.contexts or not self.sliding_window
 
     def _attend(self, part: Part, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        first, end, table, _, _, starts, longest, exact, fresh, contexts = part
+        first, end, table, _, _, starts, longest, exact, _, contexts = part
         if first or end != query.shape[0]:
             query, out = query[first:end], out[first:end]
         # A layer that reads the pages of another one has no keys of its own.
@@ -454,7 +477,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             new = (key, value) if exact else (None, None)
             _attend(*self._arguments(part, query), *new, out=out)
             return
-        if fresh:
+        if not contexts:
             self.prompt_attention.fresh(query, key, value, out, starts, longest)
             return
 

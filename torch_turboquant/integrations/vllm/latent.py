@@ -140,7 +140,10 @@ class LatentMetadataBuilder(TurboQuantMetadataBuilder):
     """Makes the metadata of a step."""
 
     metadata_class = LatentMetadata
-    long_chunk = LONG_LATENT_CHUNK
+
+    @staticmethod
+    def long_chunk_of(vllm_config: Any) -> int:
+        return LONG_LATENT_CHUNK
 
 
 # ---- a layer
@@ -285,7 +288,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
         for part in attn_metadata.parts:
             new = slice(part.first, part.end)
             given = q[new], latent[new], rope[new], out[new]
-            if self.prompt_attention is not None and (part.fresh or part.contexts):
+            if self.prompt_attention is not None and part.by_flash:
                 self._attend_expanded(part, *given)
             else:
                 self._attend_absorbed(part, *given)
@@ -341,7 +344,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
         assert self.prompt_attention is not None
         keys, values = self._expand(latent, rope)
         options = part.cu_seqlens, part.longest
-        if part.fresh:
+        if not part.contexts:
             self.prompt_attention.fresh(q, keys, values, out, *options)
             return
 
