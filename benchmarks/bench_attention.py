@@ -694,6 +694,7 @@ def main() -> None:
             "torch": torch.__version__,
             "cudnn": torch.backends.cudnn.version(),
             "flashinfer": getattr(contenders.flashinfer, "__version__", None),
+            "vllm": contenders.vllm_version(),
         }
         print(f"{common.device_name(DEVICE)}, {', '.join(f'{k} {v}' for k, v in shared.items())}")
         bench = Bench(contest, read, without)

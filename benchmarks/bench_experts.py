@@ -9,8 +9,9 @@ that many, so that the L2 cache rarely holds what the next one reads.
 
 bf16 is torch's grouped_mm, which transformers takes for experts; the tokens are already in the
 order of their experts, which transformers and we do in each call, so that its time is too small.
-"bmm" copies the weights of chosen experts for a batched product, which transformers offers for few
-tokens. "of read" compares the packed bytes of the distinct experts per second with a sum over
+"loop" is a product for each chosen expert by cuBLAS, on tokens in that order, too: the host knows
+the choices beforehand, which in a model it would have to wait for. "bmm" copies the weights of
+chosen experts for a batched product, which transformers offers for few tokens. "of read" compares the packed bytes of the distinct experts per second with a sum over
 4 GiB.
 
     python benchmarks/bench_experts.py                  all, into results/h200_experts.json
@@ -153,19 +154,38 @@ class Experts:
         size = sum(packed.nbytes for packed in weights) / self.shape.experts
         return self.calls(call), size * self.distinct()
 
+    def in_order(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and what gate_up gives for them in the order of their experts; how many each has."""
+        flat = chosen.flatten()
+        order = flat.argsort()
+        counts = flat.bincount(minlength=self.shape.experts)
+        return self.x[order // self.shape.choices], self.h[order], counts
+
     def bf16(self) -> list[Call]:
         def prepared(chosen: Tensor) -> Call:
-            flat = chosen.flatten()
-            order = flat.argsort()
-            counts = flat.bincount(minlength=self.shape.experts)
+            x, h, counts = self.in_order(chosen)
             ends = counts.cumsum(0).to(torch.int32)
-            x, h = self.x[order // self.shape.choices], self.h[order]
 
             def call() -> None:
                 torch._grouped_mm(x, self.gate_up.transpose(1, 2), offs=ends)
                 torch._grouped_mm(h, self.down.transpose(1, 2), offs=ends)
 
             return call
+
+        return [prepared(chosen) for chosen in self.choices]
+
+    def loop(self) -> list[Call]:
+        def prepared(chosen: Tensor) -> Call:
+            x, h, counts = self.in_order(chosen)
+            numbers = counts.tolist()
+            each = zip(self.gate_up, self.down, x.split(numbers), h.split(numbers), strict=True)
+            products = [
+                (own, w.t())
+                for gate_up, down, own_x, own_h in each
+                for own, w in ((own_x, gate_up), (own_h, down))
+                if len(own)
+            ]
+            return lambda: [torch.mm(*product) for product in products]
 
         return [prepared(chosen) for chosen in self.choices]
 
@@ -186,7 +206,9 @@ class Experts:
 def measure(case: Case, seconds: float, read: float) -> Row:
     experts = Experts(case)
     ours, size = experts.packed()
-    others, missing = those_that_run({"bf16": experts.bf16, "bmm": experts.bmm})
+    others, missing = those_that_run(
+        {"bf16": experts.bf16, "loop": experts.loop, "bmm": experts.bmm}
+    )
     times = Contest(seconds).medians({"ours": ours, **others})
     ms = times["ours"][0]
     row: Row = {

@@ -5,6 +5,7 @@ bench_attention.py and bench_vllm_kernels.py time their own kernels beside these
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -37,12 +38,19 @@ except ImportError as error:
 
 BASELINE_PAGE = 16
 FLASHINFER_DIMS = (64, 128, 256)
-
 FIVE = ("cudnn", "cudnn folded", "flash", "flash folded", "flashinfer")
 STEPS = (*FIVE, "fp8")
 MIXED = ("in parts", "flash varlen", "flashinfer", "fa3")
 PROMPTS = ("cudnn", "flash", "flashinfer", "flashinfer fa3", "fa3")
 COLD = (*FIVE, "flashinfer fa3", "fa3")
+
+
+def vllm_version() -> str | None:
+    """Of the package whose FlashAttention 3 is a contender; None: it is not installed."""
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 class Contender(NamedTuple):
