@@ -1,9 +1,9 @@
 """Long sequences: many query rows over many older codes, on CUDA.
 
 With at least 1,024 rows per KV head, 3,072 codes, and enough tiles of 128 rows to fill three
-quarters of the device, codes are attended to by a kernel of their own
-(csrc/cuda/attention/row_tiles/chunks.cuh), which expands each code once. Row tiles, or the kernel
-of prompts, attend to exact keys and write results. Lengths on the device decide.
+quarters of the device, a sequence has a kernel of its own (csrc/cuda/attention/row_tiles/chunks.cuh),
+which expands each code once, and attends to exact keys behind them. With own tokens and 8,192 rows
+any number of codes is enough. Lengths on the device decide.
 """
 
 import pytest
@@ -31,6 +31,8 @@ pytestmark = pytest.mark.cuda
 
 ROWS, CODES = 1024, 3072
 """Of a long sequence, at least."""
+MANY_ROWS = 8192
+"""With which it needs no more than one code, if there are own tokens."""
 TILE = 128
 
 
@@ -80,6 +82,23 @@ def test_head_dimensions(page_size, name, d):
 def test_lengths(older):
     """Around every border of a stretch of keys, of which there are up to four, and of a tile."""
     check_own(chunks([older], [430], kv_heads=8))
+
+
+@pytest.mark.parametrize("older", [1, 3, 4, 23, 24, 63, 64, 127, 128, 129, 700, 3071])
+@pytest.mark.parametrize("tail", [False, True])
+def test_many_rows_behind_few_codes(tail, older):
+    """Fewer tokens than the tail holds, about as many, and more; and one row too few."""
+    check_own(chunks([older, older], [MANY_ROWS // 8, MANY_ROWS // 8 - 1], group=8, tail=tail))
+
+
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 150}, {"sliding_window": 600}], ids=str)
+def test_tails_of_more_than_a_tile(d, options):
+    """Sinks and windows that end within tiles of exact keys, of which own ones begin new ones."""
+    config = long_config(d, sink_tokens=5, recent_window=300)
+    case = chunks([3500, 310], [420, 1040], config=config, group=8, tail=True)
+    check_own(case, **options)
+    check(case, **options)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +239,9 @@ def test_launches():
         (chunks([3200], [255]), False),
         (chunks([3200], [260], kv_heads=1), False),
         (chunks([500], [420]), False),
+        (chunks([3100], [MANY_ROWS // 8], group=8), True),
+        (chunks([500], [MANY_ROWS // 4], group=8), True),
+        (chunks([500], [MANY_ROWS // 8], group=8), False),
     ):
         names = kernels_of(case, **own_tokens(case))
         assert sum("chunks_kernel" in name for name in names) == some, names

@@ -25,6 +25,10 @@ constexpr int kFewQueries = 32;
 // A sequence is long only with so many rows, 8 tiles of them: with fewer, expanding codes once saves little. Many calls
 // have none, so what the host knows must leave room for enough tiles of rows to fill three quarters of the device.
 constexpr int kLeastLongRows = 1024;
+// With so many rows, a sequence is long with any number of older tokens, if the call's own tokens are read as they are:
+// the kernel of chunks attends to these faster than row tiles do. Where no sequence can have many codes, calls have
+// twice as many rows before a kernel is launched that may find nothing to do.
+constexpr int kManyRows = 8192;
 // Memory for expanded codes, whatever the context: what 16,384 keys of eight KV heads of 128 channels take, and about
 // what an L2 cache holds.
 constexpr int64_t kRingBytes = int64_t{64} << 20;
@@ -74,7 +78,7 @@ RowTilesLaunch::RowTilesLaunch(const Attention& call, const Device& device, int 
 // raw stages in which copies can run ahead, and two blocks of a multiprocessor are worth more than both.
 bool RowTilesLaunch::choose_shape(int groups) {
   const DeviceFacts& facts = device_.facts;
-  auto& [entry, plan, grid] = tiles_;
+  auto& [entry, plan, maps, grid] = tiles_;
   entry = with_channels(call_.record.head_dim, [&](auto d) { return find_kernel<d>(groups, call_.dtype); });
   plan.raw_stride = raw_stride(call_.record);
   const auto fits = [&](int blocks, int ahead) {
@@ -95,23 +99,27 @@ bool RowTilesLaunch::choose_shape(int groups) {
   return fits(entry.blocks, 3) || fits(entry.blocks, 1) || fits(1, 1) || fits(1, 0);
 }
 
-// The kernel of prompts and boxes of the call's own keys and values. It does not cut tiles of rows into parts, so row
-// tiles are faster where there are few of them, and long ones. Without boxes (map_boxes), row tiles take all.
+// Boxes of the call's own keys and values, a tile each; false: there cannot be any (map_boxes).
+bool RowTilesLaunch::map_own_tokens(Kernel& kernel) const {
+  const Attention& a = call_;
+  const auto map = [&](const void* data, int64_t token_stride, int64_t head_stride, CUtensorMap& to) {
+    return map_boxes(data, a.dtype, {a.record.head_dim, a.kv_heads, a.tokens}, {head_stride, token_stride},
+                     {64, 1, kernel.entry.keys}, to);
+  };
+  return map(a.new_keys, a.new_key_token_stride, a.new_key_head_stride, kernel.maps.keys) &&
+         map(a.new_values, a.new_value_token_stride, a.new_value_head_stride, kernel.maps.values);
+}
+
+// The kernel of prompts. It does not cut tiles of rows into parts, so row
+// tiles are faster where there are few of them, and long ones. Without boxes, row tiles take all.
 void RowTilesLaunch::choose_prompts() {
   const Attention& a = call_;
-  auto& [entry, plan, grid] = prompts_;
+  auto& [entry, plan, maps, grid] = prompts_;
   const int groups = a.max_q_len <= kShortQueries ? 1 : 2;
   entry = with_channels(a.record.head_dim, [&](auto d) { return find_prompts_kernel<d>(groups, a.dtype); });
   const int64_t items = int64_t{a.tokens} * a.group / entry.rows * a.kv_heads;
   if (a.max_q_len > kShortQueries && items < device_.facts.multiprocessors) return;
-  const auto map = [&](const void* data, int64_t token_stride, int64_t head_stride, CUtensorMap& to) {
-    return map_boxes(data, a.dtype, {a.record.head_dim, a.kv_heads, a.tokens}, {head_stride, token_stride},
-                     {64, 1, entry.keys}, to);
-  };
-  if (!map(a.new_keys, a.new_key_token_stride, a.new_key_head_stride, maps_.keys) ||
-      !map(a.new_values, a.new_value_token_stride, a.new_value_head_stride, maps_.values)) {
-    return;
-  }
+  if (!map_own_tokens(prompts_)) return;
   for (const int stages : {3, 2}) {
     plan.key_stages = plan.value_stages = stages;
     const int per_block = device_.facts.shared_per_multiprocessor / entry.blocks - kReservedSharedBytes;
@@ -124,7 +132,7 @@ void RowTilesLaunch::choose_prompts() {
 // The kernel of chunks, where the host cannot rule out that there are long sequences with enough tiles of rows.
 void RowTilesLaunch::choose_chunks() {
   const Attention& a = call_;
-  auto& [entry, plan, grid] = chunks_;
+  auto& [entry, plan, maps, grid] = chunks_;
   entry = with_channels(a.record.head_dim, [&](auto d) { return find_chunks_kernel<d>(a.dtype); });
   const int64_t rows = int64_t{a.tokens} * a.group;
   ChunksPlan chunks{};
@@ -132,8 +140,10 @@ void RowTilesLaunch::choose_chunks() {
   chunks.least_tiles = device_.facts.multiprocessors * 3 / 4;
   const int64_t most_long = std::min(int64_t{a.seqs}, rows / chunks.least_rows);
   const int64_t states = (rows / kLongRows + most_long) * a.kv_heads;
-  const bool some = int64_t{a.max_q_len} * a.group >= chunks.least_rows && a.room >= kLeastCodes;
-  if (!some || states < chunks.least_tiles || !tiles_.entry.takes_states) return;
+  chunks.many_rows = a.new_keys ? kManyRows : INT32_MAX;
+  const int64_t most_rows = int64_t{a.max_q_len} * a.group;
+  const bool some = most_rows >= chunks.least_rows && (a.room >= kLeastCodes || most_rows >= 2 * int64_t{kManyRows});
+  if (!some || states < chunks.least_tiles || (a.new_keys && !map_own_tokens(chunks_))) return;
   plan.raw_stride = raw_stride(a.record);
   for (const int stages : {3, 2}) {
     plan.key_stages = plan.value_stages = stages;
@@ -175,18 +185,19 @@ void RowTilesLaunch::run(void* workspace, cudaStream_t stream) {
   prompts_.plan.counters = tiles_.plan.counters + 2 * tiles_.grid + 1;
   chunks_.plan.chunks.ring = static_cast<uint8_t*>(workspace);
   chunks_.plan.chunks.counters = prompts_.plan.counters + (prompts_.grid > 0);
+  if (prompts_.grid > 0) launch(prompts_, stream);
   if (chunks_.grid > 0) {
-    for (Kernel* k : {&chunks_, &prompts_, &tiles_}) k->plan.states = states, k->plan.first_states = first_states;
+    chunks_.plan.states = states;
+    chunks_.plan.first_states = tiles_.plan.first_states = first_states;
     launch(chunks_, stream);
   }
-  if (prompts_.grid > 0) launch(prompts_, stream);
   launch(tiles_, stream);
 }
 
 void RowTilesLaunch::launch(Kernel& kernel, cudaStream_t stream) {
-  auto& [entry, plan, grid] = kernel;
+  auto& [entry, plan, maps, grid] = kernel;
   allow_shared_memory(entry.kernel, device_.index, plan.bytes);
-  void* arguments[] = {const_cast<Attention*>(&call_), &plan, &maps_};  // prompts take all of them
+  void* arguments[] = {const_cast<Attention*>(&call_), &plan, &maps};  // row tiles take two of them
   check_cuda(launch_early(entry.kernel, grid, entry.threads, plan.bytes, arguments, stream, device_.facts.major),
              "paged_attention");
 }

@@ -1,6 +1,6 @@
 // The launch of the row-tile kernel (attention/row_tiles/kernel.cuh), for calls that choose_attention gives to it, and
-// before it of those that can take a part of the work: the kernel of chunks (attention/row_tiles/chunks.cuh) the codes
-// of long sequences, that of prompts (attention/row_tiles/prompts.cuh) sequences with nothing left but own tokens.
+// before it of those that can take some of the sequences: the kernel of chunks (attention/row_tiles/chunks.cuh) long
+// ones, that of prompts (attention/row_tiles/prompts.cuh) those with nothing but own tokens.
 #pragma once
 
 #include "choices/attention.h"
@@ -17,9 +17,8 @@ struct KernelEntry {
   int blocks;         // per multiprocessor, at most
   int stream_warps;   // see Shape
   int part_floats;    // of a partial result
-  int state_floats;   // of what the kernel of chunks leaves of a tile of rows
+  int state_floats;   // of what the kernel of chunks keeps of a tile of rows
   int keys, bytes;    // of a tile
-  bool takes_states;  // of the kernel of chunks
   bool (*lay_out)(Plan& plan, int limit);
 };
 
@@ -31,7 +30,7 @@ KernelEntry find_kernel(int groups, Dtype dtype);
 // instances/prompts.cu.
 template <int D>
 KernelEntry find_prompts_kernel(int groups, Dtype dtype);
-// The one for codes of long sequences, with tiles of 128 rows. Defined in instances/chunks.cu.
+// The one for long sequences, with tiles of 128 rows. Defined in instances/chunks.cu.
 template <int D>
 KernelEntry find_chunks_kernel(Dtype dtype);
 
@@ -60,11 +59,13 @@ class RowTilesLaunch {
   struct Kernel {
     KernelEntry entry{};
     Plan plan{};
+    OwnMaps maps{};
     int grid = 0;
   };
   bool choose_shape(int groups);
   void choose_prompts();
   void choose_chunks();
+  bool map_own_tokens(Kernel& kernel) const;
   void check_limits() const;
   int64_t part_floats() const { return int64_t{2} * tiles_.grid * tiles_.entry.part_floats; }
   int64_t state_floats() const { return int64_t{states_} * chunks_.entry.state_floats; }
@@ -76,10 +77,9 @@ class RowTilesLaunch {
   const Attention& call_;
   const Device& device_;
   Kernel tiles_;
-  Kernel prompts_;  // for sequences with nothing left but own tokens
-  Kernel chunks_;   // for codes of long sequences
+  Kernel prompts_;  // for sequences with nothing but own tokens
+  Kernel chunks_;   // for long sequences
   int states_ = 0;  // tiles of rows that long sequences have at most
-  PromptMaps maps_{};
 };
 
 }  // namespace turboquant::cuda::row_tiles

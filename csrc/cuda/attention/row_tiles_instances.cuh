@@ -32,7 +32,6 @@ KernelEntry kernel_entry(const void* kernel) {
           .state_floats = S::kStateFloats,
           .keys = S::kKeys,
           .bytes = S::kTileBytes,
-          .takes_states = S::kTakesStates,
           .lay_out = &lay_out<S>};
 }
 template <class S, typename T>

@@ -1,4 +1,4 @@
-// The kernel of chunks: attention of many query rows over many older codes, those of long sequences.
+// The kernel of chunks: attention of many query rows over many older codes, that of long sequences.
 //
 // Row tiles (kernel.cuh) expand a code once for each tile of 128 rows, which takes longer than the products of a tile
 // do. Here a code is expanded once for all rows of a sequence: to a ring of tiles in global memory, small enough for
@@ -6,9 +6,9 @@
 // keys up to 128 channels, because nobody expands codes while they multiply.
 //
 // The codes of a sequence are cut into stretches. A filling is a stretch of one KV head; it takes a slot of the ring.
-// What a tile of rows has found in its stretches so far, its state, waits in global memory for the next one. After the
-// last one it is rotated back, and another kernel begins with it, which attends to exact keys and writes results: that
-// of prompts where a sequence has no exact tail, else row tiles.
+// What a tile of rows has found in its stretches so far, its state, waits in global memory for the next one. Behind the
+// last one the same warps attend to the exact keys, those of the tail and then the call's own, which the tensor memory
+// accelerator copies as in the kernel of prompts.
 //
 // A task is to expand a few tiles of a filling, or to attend to a filling by one tile of rows. Tasks are handed out in
 // an order in which each waits only for tasks before it, so some block always gets on:
@@ -22,6 +22,8 @@
 
 #include "cuda/attention/row_tiles/chunk_counters.cuh"
 #include "cuda/attention/row_tiles/consumer.cuh"
+#include "cuda/attention/row_tiles/exact_rows.cuh"
+#include "cuda/common/boxes.cuh"
 
 namespace turboquant::cuda::row_tiles {
 
@@ -55,7 +57,8 @@ __device__ __forceinline__ int long_tiles(const Attention& a, const Plan& plan, 
   const int queries = a.num_queries(sequence), rows = queries * plan.group;
   if (rows < plan.chunks.least_rows) return 0;
   const CodedKeys coded = coded_keys(a, sequence, queries);
-  return coded.end - coded.begin < kLeastCodes ? 0 : ceil_div(rows, kLongRows) * a.kv_heads;
+  const int least = rows < plan.chunks.many_rows ? kLeastCodes : 1;
+  return coded.end - coded.begin < least ? 0 : ceil_div(rows, kLongRows) * a.kv_heads;
 }
 // Whether there are long sequences: enough of their tiles of rows. All lanes of a warp call it.
 __device__ __forceinline__ bool any_long(const Attention& a, const Plan& plan) {
@@ -198,14 +201,20 @@ class TaskList {
       x.begin = max(first, of.begin), x.end = min(min(first + S::kExpandedAtOnce, end), of.end);
     } else {
       const int block = of.blocks - 1 - (i - expands);
-      describe<S>(a_, plan_.group, of.sequence, block, true, x);
-      const bool coded = x.state >= 0;
+      const Seen seen = describe_rows<S>(a_, plan_.group, of.sequence, block, x);
       const int begin = x.first / S::kKeys, behind = ceil_div(x.coded_end, S::kKeys);
-      x.begin = coded ? max(begin, x.first_tile) : 0, x.end = coded ? min(behind, end) : 0;
+      x.begin = seen.coded ? max(begin, x.first_tile) : 0, x.end = seen.coded ? min(behind, end) : 0;
       x.state = of.state + at.head * of.blocks + block;
       x.turn = stretch - (begin >> stretch_log_);
       x.turns = ((behind - 1) >> stretch_log_) + 1 - (begin >> stretch_log_);
-      x.first = 0;  // tiles are numbered from position 0 on
+      x.finishes = seen.coded ? x.begin < x.end && x.turn + 1 == x.turns : at.level == 0;
+      x.first = x.coded_tiles = 0;  // tiles of codes are numbered from position 0 on, and those of exact keys apart
+      x.own_first = max(x.recent, x.new_begin);
+      x.exact = x.sinks + max(min(x.own_first, seen.high + 1) - x.recent, 0);
+      x.tail_tiles = ceil_div(x.exact, S::kKeys);
+      x.exact_tiles = x.tail_tiles + ceil_div(max(seen.high + 1 - x.own_first, 0), S::kKeys);
+      x.common_begin = x.tail_tiles + ceil_div(max(seen.by_all - x.own_first, 0), S::kKeys);
+      x.common_end = x.tail_tiles + max(seen.low + 1 - x.own_first, 0) / S::kKeys;
     }
   }
 
@@ -248,9 +257,27 @@ __device__ __forceinline__ void hand_out_tasks(const Attention& a, const Plan& p
   }
 }
 
-// Expanded keys, and what is known about them, or values.
+// Rows of the exact tail: keys from number `first` on, or their values. One warp copies them.
 template <class S, bool VALUES>
-__device__ __forceinline__ void copy_expanded(const Plan& plan, Notes& notes, ChunkNotes& tasks, uint8_t* shared) {
+__device__ __forceinline__ void copy_tail(const Attention& a, const Task& task, int first, uint8_t* to,
+                                          uint64_t* barrier) {
+  const ExactRows<S, VALUES> rows{a};
+  const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll 1
+  for (int row = lane / 8; row < S::kKeys; row += 4) {
+    const bool exists = first + row < task.exact;
+    rows.copy(rows.place(to, row), exists ? rows.row(task, first + row) + 16 * rows.word() : nullptr);
+  }
+  arrive_after_copies(barrier);
+  __syncwarp();
+  if (lane == 0) arrive(barrier);
+}
+
+// Expanded keys, and what is known about them, or values; then those exact keys or values that rows see at their end.
+// map: of own ones
+template <class S, bool VALUES>
+__device__ __forceinline__ void copy_tiles(const Attention& a, const Plan& plan, const CUtensorMap& map, Notes& notes,
+                                           ChunkNotes& tasks, uint8_t* shared) {
   uint64_t* const full = VALUES ? notes.value_full : notes.key_full;
   uint64_t* const empty = VALUES ? notes.value_empty : notes.key_empty;
   const int stages = VALUES ? plan.value_stages : plan.key_stages, first_stage = VALUES ? plan.key_stages : 0;
@@ -287,6 +314,23 @@ __device__ __forceinline__ void copy_expanded(const Plan& plan, Notes& notes, Ch
         }
       }
       __syncwarp();  // no lane may be a turn of the ring behind
+    }
+    const int exact = task.finishes ? task.exact_tiles : 0;
+    for (int tile = 0; tile < exact; ++tile, stage.advance(stages)) {
+      uint64_t* const barrier = &full[stage.slot];
+      uint8_t* const to = shared + (first_stage + stage.slot) * S::kTileBytes;
+      wait_barrier(&empty[stage.slot], stage.phase ^ 1);
+      if (tile < task.tail_tiles) {
+        copy_tail<S, VALUES>(a, task, tile * S::kKeys, to, barrier);
+      } else if (threadIdx.x % 32 == 0) {
+        const int token = task.first_query + task.own_first - task.new_begin + (tile - task.tail_tiles) * S::kKeys;
+        expect(barrier, S::kTileBytes);
+#pragma unroll
+        for (int k = 0; k < S::kDim / 64; ++k) {
+          copy_box(to + k * S::kKeys * kSwizzleRow, map, 64 * k, task.head, token, barrier);
+        }
+      }
+      __syncwarp();
     }
     let_next_be_taken();
   });
@@ -445,9 +489,9 @@ class ChunkConsumer : Consumer<S, T> {
   __device__ __forceinline__ void attend(const Task& task) {
     this->item_ = &task;
     const bool works = task.begin < task.end;
+    this->find_positions();
     if (works) {
       typename Base::QueryWords words;
-      this->find_positions();
       if (task.turn == 0) {
         this->begin_rows();
         this->rotate_queries(words);
@@ -455,23 +499,50 @@ class ChunkConsumer : Consumer<S, T> {
       } else {
         if (first_thread()) wait_for_count(counters_.turns + task.state, task.turn);
         meet();
-        this->load_state();
+        load_state();
         load_queries(words);
       }
       this->see_codes();
       this->lay_out([&](int i, int j) { return words[i][j]; });
       this->template pass<false>(task.begin, task.end);
-      if (task.turn + 1 == task.turns) this->leave_rotation();
-      save_state();
-      __threadfence();
+      if (task.finishes) {
+        this->leave_rotation();
+      } else {
+        save_state();
+        __threadfence();
+      }
+    } else {
+      this->begin_rows();
+    }
+    if (task.finishes) {
+      this->exponent_ = 0;
+      if (task.exact_tiles > 0) {
+        this->prepare_exact();
+        this->template pass<true>(0, task.exact_tiles);
+      }
+      this->finish();
     }
     meet();
     if (first_thread()) leave(task, works);
   }
 
-  // As Consumer::load_state reads it.
+  // What has been found about these rows so far. Every thread has its own part.
+  __device__ __forceinline__ float* state() const {
+    const int number = static_cast<const Task*>(this->item_)->state;
+    return this->plan_.states + int64_t{number} * S::kStateFloats + (threadIdx.x - S::kProducers);
+  }
+  __device__ __forceinline__ void load_state() {
+    const float* from = state();
+#pragma unroll
+    for (int i = 0; i < 2; ++i, from += 2 * kStateThreads) {
+      this->reference_[i] = __ldcg(from), this->total_[i] = __ldcg(from + kStateThreads);
+    }
+#pragma unroll
+    for (int i = 0; i < S::kSums; ++i, from += kStateThreads) this->sums_[i] = __ldcg(from);
+    this->exponent_ = static_cast<int>(__ldcg(from));
+  }
   __device__ __forceinline__ void save_state() const {
-    float* to = this->state();
+    float* to = state();
 #pragma unroll
     for (int i = 0; i < 2; ++i, to += 2 * kStateThreads) {
       __stcg(to, this->reference_[i]), __stcg(to + kStateThreads, this->total_[i]);
@@ -482,7 +553,7 @@ class ChunkConsumer : Consumer<S, T> {
   }
 
   // Rotated queries, behind the rest of the state: to rotate them again for each stretch takes longer.
-  __device__ __forceinline__ float* query_state() const { return this->state() + (5 + S::kSums) * kStateThreads; }
+  __device__ __forceinline__ float* query_state() const { return state() + (5 + S::kSums) * kStateThreads; }
   __device__ __forceinline__ void save_queries(const typename Base::QueryWords& words) const {
     float* to = query_state();
 #pragma unroll
@@ -517,7 +588,8 @@ class ChunkConsumer : Consumer<S, T> {
 
 template <class S, typename T>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
-    chunks_kernel(const __grid_constant__ Attention a, const __grid_constant__ Plan plan) {
+    chunks_kernel(const __grid_constant__ Attention a, const __grid_constant__ Plan plan,
+                  const __grid_constant__ OwnMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   static_assert(S::kProducers == kWarpgroup);
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -540,6 +612,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
       init_barrier(&tasks.task_full[i], 1), init_barrier(&tasks.task_empty[i], 2 + 4 * S::kGroups);
     }
     init_barrier(&tasks.copied, 1), init_barrier(&tasks.expanded, 4 * S::kGroups);
+    for (uint32_t& word : notes.broken) word = 0;
     barriers_ready();
   }
   if (threadIdx.x < 16) {
@@ -552,8 +625,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     leave_registers<S::kProducerRegisters>();
     switch (threadIdx.x / 32) {
       case 0: return hand_out_tasks<S>(a, plan, tasks);
-      case 1: return copy_expanded<S, false>(plan, notes, tasks, shared);
-      case 2: return copy_expanded<S, true>(plan, notes, tasks, shared);
+      case 1: return copy_tiles<S, false>(a, plan, maps.keys, notes, tasks, shared);
+      case 2: return copy_tiles<S, true>(a, plan, maps.values, notes, tasks, shared);
       default: return;
     }
   } else {

@@ -69,9 +69,7 @@ class Consumer {
     begin_rows();
     find_positions();
     const int begin = item_->begin, coded_end = min(item_->end, item_->coded_tiles);
-    if (S::kTakesStates && item_->state >= 0) {
-      load_state();
-    } else if (!S::kPrompts && begin < coded_end) {
+    if (!S::kPrompts && begin < coded_end) {
       prepare_rotated();
       pass<false>(begin, coded_end);
       leave_rotation();
@@ -82,22 +80,6 @@ class Consumer {
       prepare_exact();
       pass<true>(exact, item_->end);
     }
-  }
-
-  // What the kernel of chunks has found about these rows so far. Every thread has its own part.
-  __device__ __forceinline__ float* state() const {
-    const int half = S::kGroups == 1 ? item_->block % 2 * kWarpgroup : 0;
-    return plan_.states + int64_t{item_->state} * S::kStateFloats + half + (threadIdx.x - S::kProducers);
-  }
-  __device__ __forceinline__ void load_state() {
-    const float* from = state();
-#pragma unroll
-    for (int i = 0; i < 2; ++i, from += 2 * kStateThreads) {
-      reference_[i] = __ldcg(from), total_[i] = __ldcg(from + kStateThreads);
-    }
-#pragma unroll
-    for (int i = 0; i < S::kSums; ++i, from += kStateThreads) sums_[i] = __ldcg(from);
-    exponent_ = static_cast<int>(__ldcg(from));
   }
 
   // ---- Rows
@@ -228,7 +210,7 @@ class Consumer {
       // Exact keys that are seen: sinks from first_ on, and others from end_ on.
       first_[i] = a_.first_visible(position_[i]), end_[i] = max(sight.recent(position_[i]), first_[i]);
     }
-    if constexpr (S::kPrompts) {
+    if constexpr (S::kCopies) {
       clear_begin_ = item_->common_begin, clear_end_ = item_->common_end;
     } else {
       const int sinks = item_->sinks, last = -max_of_lanes(max(-position_[0], -position_[1]));
@@ -279,7 +261,7 @@ class Consumer {
   __device__ __forceinline__ void wait(uint64_t (&barriers)[kMaxTileStages], const RingPlace& stage) const {
     wait_barrier(&barriers[stage.slot], stage.phase);
     // Tensor cores would not see what cp.async has copied; what the tensor memory accelerator has, they do.
-    if constexpr (EXACT && !S::kCopies) publish_operands();
+    if constexpr (EXACT && !S::kPrompts) publish_operands();
   }
   __device__ __forceinline__ void release(uint64_t (&barriers)[kMaxTileStages], RingPlace& stage, int stages) const {
     __syncwarp();
@@ -534,33 +516,95 @@ class Consumer {
 
   // Excludes the keys that a row does not see. A row that sees a key with a scale that is not a number becomes NaN.
   // first: the number of the tile's first exact key, else its position
+  //
+  // Tiles at the borders are few, and to fetch an instruction takes longer than to run it. So what a row sees becomes
+  // bits first, from the ends of ranges, and two instructions for each score are left.
   template <bool EXACT>
   __device__ __forceinline__ void mask(int first, const TileInfo& info, float (&scores)[S::kScores]) const {
+    uint32_t seen[2], poison = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (EXACT) {
+        seen[i] = seen_exact(i, first);
+      } else {
+        seen[i] = range<true>(first_[i] - first, end_[i] - first);
+      }
+    }
+    if (!EXACT && info.special) {
+      uint32_t absent = 0;
+#pragma unroll
+      for (int w = 0; w < S::kKeys / 32; ++w) {
+        poison |= own_bits(info.poison[w]) << 8 * w, absent |= own_bits(info.absent[w]) << 8 * w;
+      }
+      seen[0] &= ~absent, seen[1] &= ~absent;
+    }
 #pragma unroll
     for (int n = 0; n < S::kKeys / 8; ++n) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int i = k / 2, h = k % 2;
         float& x = scores[4 * n + k];
-        if constexpr (S::kPrompts) {
-          const int number = first + 8 * n + 2 * t_ + h;
-          x = number >= first_[i] - item_->recent && number <= position_[i] - item_->recent ? x : -INFINITY;
-        } else if constexpr (EXACT) {
-          x = sees_exact(i, first + 8 * n + 2 * t_ + h) ? x : -INFINITY;
-        } else {
-          const int place = 8 * n + 2 * t_ + h, key = first + n / 4 * 32 + token_at(place % 32);
-          const uint32_t bit = info.special ? 1u << place % 32 : 0;
-          if (info.poison[n / 4] & bit) x = NAN;
-          x = key >= first_[i] && key < end_[i] && !(info.absent[n / 4] & bit) ? x : -INFINITY;
-        }
+        const uint32_t bit = 1u << (2 * n + k % 2);
+        if (!EXACT && poison & bit) x = NAN;
+        x = seen[k / 2] & bit ? x : -INFINITY;
       }
     }
   }
+
+  // Bits 2 n + h: which of the thread's columns (n, h) of a row are keys [begin, end) of the tile. CODED: in the order
+  // of codes (token_at).
+  template <bool CODED>
+  __device__ __forceinline__ uint32_t range(int begin, int end) const {
+    return keys_before<CODED>(end) & ~keys_before<CODED>(begin);
+  }
+  template <bool CODED>
+  __device__ __forceinline__ uint32_t keys_before(int end) const {
+    if constexpr (!CODED) {
+      end = min(max(end, 0), S::kKeys);
+      return low_bits(end / 8 * 2 + min(max(end % 8 - 2 * t_, 0), 2));
+    }
+    uint32_t bits = 0;
+#pragma unroll
+    for (int w = 0; w < S::kKeys / 32; ++w) {
+      // Of 32 tokens column (n, h) is token 16 (t / 2) + t % 2 + 2 n + 8 h.
+      const int left = end - 32 * w - t_ / 2 * 16 - t_ % 2 + 1;
+      const uint32_t even = low_bits(2 * min(max(left >> 1, 0), 4)), odd = low_bits(2 * min(max((left - 8) >> 1, 0), 4));
+      bits |= (even & 0x55 | odd & 0xAA) << 8 * w;
+    }
+    return bits;
+  }
+  static __device__ __forceinline__ uint32_t low_bits(int count) { return count < 32 ? (1u << count) - 1 : ~0u; }
+  // Of bits for 32 places those of the thread's columns: two of each eight.
+  __device__ __forceinline__ uint32_t own_bits(uint32_t places) const {
+    const uint32_t own = places >> 2 * t_ & 0x03030303;
+    return (own | own >> 6 | own >> 12 | own >> 18) & 0xFF;
+  }
+
+  // Which of the thread's columns of row i are keys that it sees, where `first` is the number of the first exact key.
+  __device__ __forceinline__ uint32_t seen_exact(int i, int first) const {
+    if (S::kPrompts || (S::kChunks && first >= first_own())) {
+      const int origin = own_origin() + first;
+      return range<false>(first_[i] - origin, position_[i] + 1 - origin);
+    }
+    const int sinks = item_->sinks, others = sinks - item_->recent - first;  // key k behind sinks is number k + others
+    return range<false>(first_[i] - first, min(sinks, position_[i] + 1) - first) |
+           range<false>(max(sinks - first, end_[i] + others), min(item_->exact - first, position_[i] + 1 + others));
+  }
   // Whether row i sees exact key `number` of the item.
   __device__ __forceinline__ bool sees_exact(int i, int number) const {
-    const int key = item_->exact_key(number);
-    return number < item_->exact && key <= position_[i] && key >= first_[i] &&
-           (number < item_->sinks || key >= end_[i]);
+    const bool own = S::kPrompts || (S::kChunks && number >= first_own());
+    const int key = own ? own_origin() + number : item_->exact_key(number);
+    return key <= position_[i] && key >= first_[i] &&
+           (own || (number < item_->exact && (number < item_->sinks || key >= end_[i])));
+  }
+  // Where a block only copies, keys of the tail have tiles of their own, and own keys begin behind these: the number of
+  // the first one, and the position that number 0 would have among them.
+  __device__ __forceinline__ int first_own() const {
+    if constexpr (S::kChunks) return static_cast<const Task*>(item_)->tail_tiles * S::kKeys;
+    return 0;
+  }
+  __device__ __forceinline__ int own_origin() const {
+    if constexpr (S::kChunks) return static_cast<const Task*>(item_)->own_first - first_own();
+    return item_->recent;
   }
 
   template <bool EXACT>
@@ -595,7 +639,7 @@ class Consumer {
 #pragma unroll
       for (int bit = 1; bit < 4; bit *= 2) total_[i] += __shfl_xor_sync(0xffffffff, total_[i], bit);
     }
-    if constexpr (!S::kPrompts) {
+    if constexpr (!S::kCopies) {
       if (item_->parts > 1 && !join_parts()) return;
     }
     write_results();

@@ -37,11 +37,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     for (uint32_t& word : notes.broken) word = 0;
     barriers_ready();
   }
-  // Before the wait: RowTilesLaunch::run launches the kernel of prompts right before this one, and it has let this one
-  // begin after all that wrote lengths and first states had ended. All blocks must find the same, so lengths must not
-  // change meanwhile.
-  const bool works = !plan.prompts_apart || any_work<S>(a, plan);
+  // Before the wait, if the kernel of prompts is right before this one: it has let this one begin after all that wrote
+  // lengths had ended. All blocks must find the same, so lengths must not change meanwhile. The kernel of chunks writes
+  // which sequences are long.
+  bool works = !plan.prompts_apart || plan.first_states || any_work<S>(a, plan);
   wait_for_previous_kernel();
+  if (plan.prompts_apart && plan.first_states) works = any_work<S>(a, plan);
   if (threadIdx.x < 16) {
     notes.key_table[threadIdx.x] = table_byte(a.key_levels, a.record.key_width(), threadIdx.x);
     notes.value_table[threadIdx.x] = table_byte(a.value_levels, a.record.value_width(), threadIdx.x);

@@ -8,6 +8,7 @@
 // one for values. A scale that is not a number counts 0 here; consumers learn which key has it.
 #pragma once
 
+#include "cuda/attention/row_tiles/exact_rows.cuh"
 #include "cuda/attention/row_tiles/units.cuh"
 #include "cuda/attention/row_tiles/work.cuh"
 #include "cuda/common/async_copy.cuh"
@@ -208,54 +209,33 @@ class Producer : UnitExpander<S> {
 
   // ---- Exact keys and values
 
-  // The row of exact key i of an item, the key or its value.
-  __device__ __forceinline__ const uint8_t* exact_row(const Item& item, int i) const {
-    const int position = item.exact_key(i);
-    if (position >= item.new_begin) {
-      const int token = item.first_query + position - item.new_begin;
-      return static_cast<const uint8_t*>(a_.new_row(token, item.head, VALUES));
-    }
-    const int row = format::tail_row(position, a_.sink_tokens, a_.ring), rows = a_.sink_tokens + a_.ring;
-    const int64_t at = format::tail_offset<int64_t>(a_.tail_slot(item.sequence), a_.tail_stride, item.head, row, rows,
-                                                    a_.record.head_dim, VALUES);
-    return static_cast<const uint8_t*>(a_.tail) + 2 * at;
-  }
-
   // Starts to copy this warp's rows of the next tile: exact keys from number `first` on, or their values. The tile's
-  // barrier learns of the copies' end by itself, so that the next tile's copies can follow at once. Eight lanes share a
-  // row, and the warps of the kind take four rows each in turn.
+  // barrier learns of the copies' end by itself, so that the next tile's copies can follow at once. The warps of the
+  // kind take four rows each in turn.
   __device__ __forceinline__ void copy_exact(const Item& item, int first) {
-    const int word = lane_ % 8, mine = 4 * warp_ + lane_ / 8, left = item.exact - first;
+    const ExactRows<S, VALUES> rows{a_};
+    const int mine = 4 * warp_ + lane_ / 8, left = item.exact - first;
     const bool fresh = first >= item.sinks && item.exact_key(first) >= item.new_begin;
     const int64_t stride = 2 * (VALUES ? a_.new_value_token_stride : a_.new_key_token_stride);
     constexpr int kStep = 4 * S::kStreamWarps;  // rows
     wait_for_room();
     uint8_t* const to = tile();
-    const auto place = [&](int row) { return to + swizzled(row, 16 * word); };
     if (fresh) {  // all of them are this call's own tokens
-      const uint8_t* from = exact_row(item, first) + mine * stride + 16 * word;
+      const uint8_t* from = rows.row(item, first) + mine * stride + 16 * rows.word();
 #pragma unroll
       for (int i = 0; i < S::kKeys / kStep; ++i, from += kStep * stride) {
-        copy_row(place(mine + i * kStep), mine + i * kStep < left ? from : nullptr);
+        rows.copy(rows.place(to, mine + i * kStep), mine + i * kStep < left ? from : nullptr);
       }
     } else {
 #pragma unroll 1
       for (int i = 0; i < S::kKeys / kStep; ++i) {
         const int row = mine + i * kStep;
-        copy_row(place(row), row < left ? exact_row(item, first + row) + 16 * word : nullptr);
+        rows.copy(rows.place(to, row), row < left ? rows.row(item, first + row) + 16 * rows.word() : nullptr);
       }
     }
     arrive_after_copies(full());
     __syncwarp();
     if (lane_ == 0) arrive(full());
-  }
-  // The lane's word of every 64 channels. from: null where there is nothing to copy
-  __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from) const {
-    const int words = from ? ceil_div(a_.record.head_dim - 8 * (lane_ % 8), 64) : 0;  // the others are padding
-#pragma unroll
-    for (int k = 0; k < S::kDim / 64; ++k) {
-      copy_or_clear(to + k * S::kKeys * kSwizzleRow, k < words ? from + 128 * k : a_.q, k < words);
-    }
   }
 
   const Attention& a_;

@@ -1,5 +1,4 @@
-// The kernel of prompts: sequences of which nothing but the call's own tokens is left to read, as they are. No key is
-// older, or the kernel of chunks (chunks.cuh) has attended to the codes and left a state, with which rows begin.
+// The kernel of prompts: sequences without older tokens, whose queries read the call's own tokens as they are.
 //
 // It is the row-tile kernel (kernel.cuh) without codes: the same items of work and the same warps that multiply. With
 // nothing to expand, one warpgroup prepares everything, a warp for each kind of thing: items of work, queries, keys,
@@ -38,7 +37,7 @@ class PromptList {
     }
     i -= items_before_;
     if (i < 0 || i >= own_items_) return false;
-    Item x{.sequence = mine_, .parts = 1, .state = -1};
+    Item x{.sequence = mine_, .parts = 1};
 #pragma unroll 1
     for (int n; i >= (n = items(x.sequence)); ++x.sequence) i -= n;
     x.queries = a_.num_queries(x.sequence), x.length = a_.length(x.sequence, x.queries);
@@ -56,9 +55,6 @@ class PromptList {
     x.end = ceil_div(x.exact, S::kKeys);
     x.common_begin = ceil_div(max(a_.first_visible(high) - x.recent, 0), S::kKeys);
     x.common_end = min(low + 1 - x.recent, x.exact) / S::kKeys;
-    if (x.new_begin > 0 && a_.first_visible(low) < x.new_begin) {
-      x.state = state_of<S>(first_state(plan_, x.sequence), x.head, rows, x.block);
-    }
     to = x;
     return true;
   }
@@ -165,7 +161,7 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& map, Notes& notes,
 template <class S, typename T>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     prompts_kernel(const __grid_constant__ Attention a, const __grid_constant__ Plan plan,
-                   const __grid_constant__ PromptMaps maps) {
+                   const __grid_constant__ OwnMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   static_assert(S::kProducers == kWarpgroup);
   extern __shared__ __align__(1024) uint8_t shared[];

@@ -48,8 +48,6 @@ struct Shape {
   // Two blocks of a multiprocessor hide each other's latencies; queries in registers spare shared memory's bandwidth.
   static constexpr int kBlocks = GROUPS == 1 && D <= 128 ? 2 : 1;
   static constexpr bool kQueriesInRegisters = D <= 128;
-  // Calls with long sequences have tiles of 128 rows, where these fit.
-  static constexpr bool kTakesStates = kPrompts || GROUPS == 2 || D > 128;
   // Registers of a thread, out of 65,536 of a multiprocessor; 0: as the compiler has it
   static constexpr int kConsumerRegisters = kCopies       ? (GROUPS == 2 ? 232 : 216)
                                             : D <= 128    ? 184
@@ -62,7 +60,7 @@ struct Shape {
   static constexpr int kSums = D / 2;                           // a thread's part of the sums of values: of two rows
   static constexpr int kScores = kKeys / 2;                     // and of the scores
   static constexpr int kPartFloats = (kSums + 4) * kConsumers;  // of a partial result
-  // Of what the kernel of chunks leaves of kLongRows rows: also the exponent of sums, and rotated queries with 4 floats
+  // Of what the kernel of chunks keeps of kLongRows rows: also the exponent of sums, and rotated queries with 4 floats
   static constexpr int kStateFloats = (kSums + 5 + D / 4 + 4) * kStateThreads;
   static constexpr int kExpandedAtOnce = kConsumers / 64;  // tiles, two warps each, in the kernel of chunks
   static constexpr int kLeastTiles = 512 / kKeys;  // n tiles are cut into at most n / kLeastTiles parts, rounded up
@@ -81,7 +79,6 @@ struct Item {
   int begin, end;                // the tiles of this part
   int common_begin, common_end;  // tiles of exact keys that all rows see
   int new_begin;                 // exact keys from here on are this call's own tokens
-  int state;                     // number of what the kernel of chunks has left of these rows; -1: nothing
 
   // The position of exact key i.
   __device__ __forceinline__ int exact_key(int i) const { return i < sinks ? i : recent + i - sinks; }
@@ -101,6 +98,7 @@ static_assert(sizeof(TileInfo) % 16 == 0);
 // What only the kernel of chunks reads.
 struct ChunksPlan {
   int least_rows;   // that a long sequence has, in all heads of a group
+  int many_rows;    // with which it is long with any number of codes
   int least_tiles;  // of rows, of all long sequences and KV heads; if there are fewer, none is long
   int most_states;  // that there is memory for
   uint8_t* ring;    // [ring_tiles, 2, kTileBytes], tiles of keys and of values, and [ring_tiles] TileInfo
@@ -123,16 +121,16 @@ struct Plan {
   int prompts_apart;                // 1: so do those without older keys
   int clears;                       // 1: fills the results of tokens behind the last sequence
   ChunksPlan chunks;
-  float* states;       // [tiles of rows, kStateFloats] what the kernel of chunks leaves, see ChunkConsumer::save_state
-  int* first_states;   // [seqs] number of a sequence's first one; -1: it is not long. Null: nothing is left
+  float* states;       // [tiles of rows, kStateFloats] what the kernel of chunks keeps, see ChunkConsumer::save_state
+  int* first_states;   // [seqs] number of a sequence's first one; -1: it is not long. Null: none is
   float* parts;        // [2 grid, kPartFloats]
   uint32_t* counters;  // 0 between launches: arrivals for each slot, [2 grid]; items taken, which is the
                        // only one of prompts
 };
 
-// Own keys and values as the kernel of prompts copies them: boxes of 64 channels of the tokens of a tile, of tensors
+// Own keys and values as the kernels of prompts and of chunks copy them: boxes of 64 channels of the tokens of a tile, of tensors
 // [tokens, kv_heads, channels].
-struct PromptMaps {
+struct OwnMaps {
   CUtensorMap keys, values;
 };
 
@@ -166,7 +164,12 @@ struct Task : Item {
   int first_tile;     // of the filling, which is tile ring_tile of the ring
   int ring_tile;
   int blocks;       // tiles of rows that attend to it
+  int state;        // number of what is kept of this tile of rows between its stretches
   int turn, turns;  // stretches that the tile of rows attends to before this one, and in all
+  // Whether the tile of rows has no codes left after this task, which then attends to its exact keys: first
+  // `tail_tiles` tiles of `exact` keys from the tail, then tiles of own ones from `own_first` on, `exact_tiles` in all.
+  bool finishes;
+  int tail_tiles, own_first, exact_tiles;
 };
 
 // What the warps of a block of chunks tell each other, beside Notes.

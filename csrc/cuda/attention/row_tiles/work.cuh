@@ -31,11 +31,16 @@ struct Sight {
   __device__ __forceinline__ int recent(int position) const { return a.recent(tail, position, new_begin); }
 };
 
-// Fills in everything of an item that depends on its sequence and tile of rows; returns the number of its key tiles.
-// has_state: its codes are attended to by the kernel of chunks.
+// What an item's rows see.
+struct Seen {
+  int low, high;  // positions of the first query and of the last one
+  int by_all;     // exact keys from here on are seen by all rows, as far as the first query sees them; beside sinks
+  bool coded;     // whether some row reads codes
+};
+// Fills in everything of an item that depends on its sequence and tile of rows, but for numbers of tiles of keys.
 template <class S>
-__device__ __forceinline__ int describe(const Attention& a, const Divisor& group, int sequence, int block,
-                                        bool has_state, Item& x) {
+__device__ __forceinline__ Seen describe_rows(const Attention& a, const Divisor& group, int sequence, int block,
+                                              Item& x) {
   x.sequence = sequence, x.block = block;
   x.queries = a.num_queries(sequence), x.length = a.length(sequence), x.first_query = a.first_query(sequence);
   const int rows = x.queries * a.group, first_row = block * S::kRows;
@@ -46,37 +51,30 @@ __device__ __forceinline__ int describe(const Attention& a, const Divisor& group
   const Sight sight(a, sequence, x.length, x.queries);
   x.new_begin = sight.new_begin;
   x.first = max(sight.first(low), 0) & -kUnitKeys, x.coded_end = max(sight.recent(high), 0);
-  const bool coded = max(sight.first(low), 0) < x.coded_end;
-  x.coded_tiles = coded && !has_state ? ceil_div(x.coded_end - x.first, S::kKeys) : 0;
-  x.state = coded && has_state ? 0 : -1;
   x.sinks = a.first_visible(low) < sight.tail.sinks ? max(min(sight.tail.sinks, high + 1), 0) : 0;
   x.recent = sight.any_exact() ? max(max(sight.recent(low), a.first_visible(low)), 0) : max(high + 1, 0);
   x.exact = x.sinks + max(high + 1 - x.recent, 0);
-  const int seen = max(sight.recent(high), a.first_visible(high));  // by the last row, beside sinks
-  x.common_begin = x.coded_tiles + ceil_div(x.sinks + max(seen - x.recent, 0), S::kKeys);
-  x.common_end = x.coded_tiles + min(x.sinks + low + 1 - x.recent, x.exact) / S::kKeys;
+  return {low, high, max(sight.recent(high), a.first_visible(high)), max(sight.first(low), 0) < x.coded_end};
+}
+// All of an item; returns the number of its key tiles.
+template <class S>
+__device__ __forceinline__ int describe(const Attention& a, const Divisor& group, int sequence, int block, Item& x) {
+  const Seen seen = describe_rows<S>(a, group, sequence, block, x);
+  x.coded_tiles = seen.coded ? ceil_div(x.coded_end - x.first, S::kKeys) : 0;
+  x.common_begin = x.coded_tiles + ceil_div(x.sinks + max(seen.by_all - x.recent, 0), S::kKeys);
+  x.common_end = x.coded_tiles + min(x.sinks + seen.low + 1 - x.recent, x.exact) / S::kKeys;
   return x.coded_tiles + ceil_div(x.exact, S::kKeys);
 }
 
-// The number of the first state that the kernel of chunks has left of a sequence; -1: it has not attended to its codes.
-__device__ __forceinline__ int first_state(const Plan& plan, int sequence) {
-  return plan.first_states ? plan.first_states[sequence] : -1;
-}
-// And that of a tile of rows of a KV head.
-template <class S>
-__device__ __forceinline__ int state_of(int first_state, int head, int rows, int block) {
-  return first_state + head * ceil_div(rows, kLongRows) + block / (kLongRows / S::kRows);
-}
-
-// Whether a sequence is this kernel's, row tiles or prompts. The latter takes those of which nothing but the call's own
-// tokens is left to read.
+// Whether a sequence is this kernel's, row tiles or prompts. The latter takes those of which there are no tokens but
+// the call's own, and the former no long ones, which are those of the kernel of chunks.
 template <class S>
 __device__ __forceinline__ bool takes(const Attention& a, const Plan& plan, int sequence) {
   const int queries = a.num_queries(sequence), rows = queries * a.group;
   if (rows < plan.least_rows || rows == 0) return false;
+  if (!S::kPrompts && plan.first_states && plan.first_states[sequence] >= 0) return false;
   if (!plan.prompts_apart) return true;
-  const bool own = a.new_begin(a.length(sequence, queries), queries) <= 0 ||
-                   (first_state(plan, sequence) >= 0 && a.tail_slot(sequence) < 0);
+  const bool own = a.new_begin(a.length(sequence, queries), queries) <= 0;
   return own == S::kPrompts;
 }
 // Whether some sequence is; all threads of the block call it.
@@ -150,12 +148,9 @@ class WorkList {
     const int in_heads = i - first_head * x.blocks * n, block = quotient(in_heads, others * n);
     const int in_block = in_heads - block * others * n, head = quotient(in_block, n);
     Item item;
-    const int tiles = describe<S>(a_, plan_.group, s, x.blocks - 1 - block, x.state >= 0, item);
+    const int tiles = describe<S>(a_, plan_.group, s, x.blocks - 1 - block, item);
     item.head = first_head + head, item.part = in_block - head * n, item.parts = n;
     item.slot = slot + (item.head * x.blocks + block) * n;
-    if (item.state >= 0) {
-      item.state = item.part > 0 ? -1 : state_of<S>(x.state, item.head, item.queries * plan_.group, item.block);
-    }
     item.begin = static_cast<int>(int64_t{tiles} * item.part / n);
     item.end = static_cast<int>(int64_t{tiles} * (item.part + 1) / n);
     to = item;
@@ -170,7 +165,6 @@ class WorkList {
     int sequence = -1;
     int blocks, segments;  // tiles of rows of a head, and of all heads
     int most, mean;        // key tiles of a tile of rows
-    int state;             // the first one; -1: there is none
   };
   // Kept for the next time: of up to 128 sequences a lane has four.
   __device__ __forceinline__ const Extent& extent(int s) {
@@ -179,17 +173,16 @@ class WorkList {
     return x;
   }
   __device__ __forceinline__ Extent find_extent(int s) const {
-    if (!takes<S>(a_, plan_, s)) return {s, 0, 0, 0, 0, -1};
-    const int state = first_state(plan_, s);
+    if (!takes<S>(a_, plan_, s)) return {s, 0, 0, 0, 0};
     const int blocks = ceil_div(a_.num_queries(s) * a_.group, S::kRows);
     int most = 1, sum = 0;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {  // the first tile of rows and the last one
       Item x;
-      const int tiles = describe<S>(a_, plan_.group, s, i * (blocks - 1), state >= 0, x);
+      const int tiles = describe<S>(a_, plan_.group, s, i * (blocks - 1), x);
       most = max(most, tiles), sum += tiles;
     }
-    return {s, blocks, blocks * a_.kv_heads, most, max(sum / 2, 1), state};
+    return {s, blocks, blocks * a_.kv_heads, most, max(sum / 2, 1)};
   }
   __device__ __forceinline__ int parts(const Extent& x) const { return ceil_div(x.most, size_); }
 
