@@ -11,8 +11,8 @@ bf16 is torch's grouped_mm, which transformers takes for experts; the tokens are
 order of their experts, which transformers and we do in each call, so that its time is too small.
 "loop" is a product for each chosen expert by cuBLAS, on tokens in that order, too: the host knows
 the choices beforehand, which in a model it would have to wait for. "bmm" copies the weights of
-chosen experts for a batched product, which transformers offers for few tokens. "of read" compares the packed bytes of the distinct experts per second with a sum over
-4 GiB.
+chosen experts for a batched product, which transformers offers for few tokens. "of read" compares
+the packed bytes of the distinct experts per second with a sum over 4 GiB.
 
     python benchmarks/bench_experts.py                  all, into results/h200_experts.json
     python benchmarks/bench_experts.py --only 'qwen'    rows that match, merged into the file
@@ -155,7 +155,7 @@ class Experts:
         return self.calls(call), size * self.distinct()
 
     def in_order(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and what gate_up gives for them in the order of their experts; how many each has."""
+        """Tokens, and what gate_up gives, in the order of experts; how many each of these has."""
         flat = chosen.flatten()
         order = flat.argsort()
         counts = flat.bincount(minlength=self.shape.experts)

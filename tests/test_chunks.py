@@ -1,9 +1,10 @@
 """Long sequences: many query rows over many older codes, on CUDA.
 
 With at least 1,024 rows per KV head, 3,072 codes, and enough tiles of 128 rows to fill three
-quarters of the device, a sequence has a kernel of its own (csrc/cuda/attention/row_tiles/chunks.cuh),
-which expands each code once, and attends to exact keys behind them. With own tokens and 8,192 rows
-any number of codes is enough. Lengths on the device decide.
+quarters of the device, a sequence has a kernel of its own
+(csrc/cuda/attention/row_tiles/chunks.cuh), which expands each code once, and attends to exact keys
+behind them. With own tokens and 8,192 rows any number of codes is enough. Lengths on the device
+decide.
 """
 
 import pytest

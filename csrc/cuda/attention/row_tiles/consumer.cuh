@@ -567,7 +567,8 @@ class Consumer {
     for (int w = 0; w < S::kKeys / 32; ++w) {
       // Of 32 tokens column (n, h) is token 16 (t / 2) + t % 2 + 2 n + 8 h.
       const int left = end - 32 * w - t_ / 2 * 16 - t_ % 2 + 1;
-      const uint32_t even = low_bits(2 * min(max(left >> 1, 0), 4)), odd = low_bits(2 * min(max((left - 8) >> 1, 0), 4));
+      const uint32_t even = low_bits(2 * min(max(left >> 1, 0), 4)),
+                     odd = low_bits(2 * min(max((left - 8) >> 1, 0), 4));
       bits |= (even & 0x55 | odd & 0xAA) << 8 * w;
     }
     return bits;
