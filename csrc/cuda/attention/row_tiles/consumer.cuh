@@ -28,8 +28,8 @@ template <class S, typename T>
 class Consumer {
  protected:
   static constexpr int kD = S::kDim, kFragments = kD / 16;
-  // Whether weights, and not only maxima, are computed while the values of the tile before are multiplied. Where
-  // codes are expanded, there are no registers for that.
+  // Whether weights, and not only maxima, stand before the wait for the values of the tile before. Where codes are
+  // expanded, there are no registers for that. (ptxas moves the weights behind the wait; forcing it took as long.)
   static constexpr bool kWeightsFirst = S::kCopies;
 
  public:
@@ -482,7 +482,7 @@ class Consumer {
     for (int i = 0; i < 2; ++i) total_[i] = fmaf(sum[i][0] + sum[i][1], up, total_[i]);
     if constexpr (kWeightsFirst) {
       if (multiplying) {
-        receive<S::kScores>(scores);  // keeps it from computing the weights then
+        receive<S::kScores>(scores);  // in the PTX the weights are computed by now
         end_products();
       }
       if (raised) rescale(0, by[0]), rescale(1, by[1]);

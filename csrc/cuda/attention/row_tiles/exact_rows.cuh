@@ -1,5 +1,5 @@
-// Exact keys or values of an item, copied row by row to a tile of shared memory: rows of 128 bytes with the swizzle that
-// products read, [channels / 64][keys][64 channels]. Eight lanes share a row, and a warp copies four rows at once.
+// Exact keys or values of an item, copied row by row to a tile of shared memory: rows of 128 bytes with the swizzle
+// that products read, [channels / 64][keys][64 channels]. Eight lanes share a row, and a warp copies four at once.
 #pragma once
 
 #include "cuda/attention/row_tiles/shape.cuh"

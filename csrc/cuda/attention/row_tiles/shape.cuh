@@ -128,8 +128,8 @@ struct Plan {
                        // only one of prompts
 };
 
-// Own keys and values as the kernels of prompts and of chunks copy them: boxes of 64 channels of the tokens of a tile, of tensors
-// [tokens, kv_heads, channels].
+// Own keys and values as the kernels of prompts and of chunks copy them: boxes of 64 channels of the tokens of a tile,
+// of tensors [tokens, kv_heads, channels].
 struct OwnMaps {
   CUtensorMap keys, values;
 };
