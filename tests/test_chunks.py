@@ -3,8 +3,8 @@
 With at least 1,024 rows per KV head, 3,072 codes, and enough tiles of 128 rows to fill three
 quarters of the device, a sequence has a kernel of its own
 (csrc/cuda/attention/row_tiles/chunks.cuh), which expands each code once, and attends to exact keys
-behind them. With own tokens and 8,192 rows any number of codes is enough. Lengths on the device
-decide.
+behind them. With own tokens and 8,192 rows any number of codes is enough, where block_table has
+room for 3,072 tokens or a sequence may have 16,384 rows. Lengths on the device decide.
 """
 
 import pytest
@@ -88,8 +88,22 @@ def test_lengths(older):
 @pytest.mark.parametrize("older", [1, 3, 4, 23, 24, 63, 64, 127, 128, 129, 700, 3071])
 @pytest.mark.parametrize("tail", [False, True])
 def test_many_rows_behind_few_codes(tail, older):
-    """Fewer tokens than the tail holds, about as many, and more; and one row too few."""
-    check_own(chunks([older, older], [MANY_ROWS // 8, MANY_ROWS // 8 - 1], group=8, tail=tail))
+    """Fewer tokens than the tail holds, about as many, and more; and one query too few. The first
+    sequence has as many rows as the host wants, which sees no room for 3,072 codes."""
+    q_lens = [MANY_ROWS // 4, MANY_ROWS // 8, MANY_ROWS // 8 - 1]
+    case = chunks([older] * 3, q_lens, group=8, kv_heads=2, tail=tail)
+    if chosen(case) == "row_tiles":
+        assert any("chunks_kernel" in name for name in kernels_of(case, **own_tokens(case)))
+    check_own(case)
+
+
+def test_windows_that_end_before_the_codes_of_every_tile_of_rows():
+    """They are expanded, and nobody reads them; the next call finds all counters at 0."""
+    config = long_config(sink_tokens=5, recent_window=300)
+    case = chunks([310], [MANY_ROWS // 4], config=config, group=8, kv_heads=2, tail=True)
+    for _ in range(20):
+        check_own(case, sliding_window=150)
+        check_own(case)
 
 
 @pytest.mark.parametrize("d", DIMS)

@@ -44,7 +44,7 @@ def flash(monkeypatch):
         return attend
 
     monkeypatch.setattr(prompts, "flash_attention", for_device)
-    monkeypatch.setattr(prompts, "long_chunk", lambda q_heads: LONG)
+    monkeypatch.setattr(prompts, "long_chunk", lambda q_heads, device: LONG)
     monkeypatch.setattr(of_engines, "SEGMENT", 64)
     return calls
 

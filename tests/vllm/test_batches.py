@@ -298,8 +298,24 @@ def test_long_chunks_are_parts_of_their_own(started):
 
 
 def test_how_long_a_chunk_is_depends_on_its_heads(started):
-    assert [prompts.long_chunk(heads) for heads in (32, 28, 8, 1)] == [1024, 1171, 4096, 32768]
-    assert Layer(started({})).builder.long_chunk == prompts.long_chunk(4)  # of the model
+    cpu = torch.device("cpu")
+    found = [prompts.long_chunk(heads, cpu) for heads in (32, 28, 8, 1, 0)]
+    assert found == [1024, 1171, 4096, 32768, 32768]
+    assert Layer(started({})).builder.long_chunk == prompts.long_chunk(4, cpu)  # of the model
+
+
+@pytest.mark.parametrize("exact_steps", [True, False])
+def test_layers_without_flash_attention_have_few_calls(started, exact_steps):
+    """Such as those with sliding windows: runs are cut for the other layers of the step."""
+    steps = [(9, 1), (20, 9), (1600, 600), (30, 5), (1400, 520)]
+    layer = Layer(started({"exact_steps": exact_steps}), sliding_window=64)
+    layer.impl.prompt_attention = prompts.PromptAttention(None, {}, 64)
+    layer.builder.splits_prompts, layer.builder.long_chunk = True, 512
+    built = layer.builder.build(0, layer.metadata(steps))
+    ends = [part.end for part in built.by_op]
+    assert ends == ([1135] if exact_steps else [1, 1135]) and len(built.parts) > 2
+    if exact_steps:
+        assert_right(*layer.run(steps, *tensors(steps, (8, 2)), sliding_window=64))
 
 
 def test_decode_steps_from_codes_are_a_part_of_their_own(started):

@@ -48,9 +48,9 @@ float32. As with split-KV, the results are the same in every run, and the other 
 where the work is cut. Where k_new is given and max_q_len is more than 32 queries and 64 rows,
 sequences without older tokens have a kernel of their own (docs/design.md), whose work is not cut,
 but max_q_len decides the size of its tiles. Where a sequence may have 1,024 rows and 3,072 tokens
-in codes, or with k_new 8,192 rows and any, such sequences have a third kernel, which expands their
-codes once for all of their rows; scratch memory is then 64 MB and 6 d + 72 bytes per row (d as
-padded).
+in codes, or with k_new 8,192 rows and any (docs/design.md), such sequences have a third kernel,
+which expands their codes once for all of their rows; scratch memory is then 64 MB and 6 d + 72
+bytes per row (d as padded).
 
 A batch with sequences of few rows and of more takes split-KV and one of these two, one after the
 other, each for its own sequences. The host cannot see the numbers of queries, so the numbers of

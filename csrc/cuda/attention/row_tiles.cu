@@ -142,7 +142,8 @@ void RowTilesLaunch::choose_chunks() {
   const int64_t states = (rows / kLongRows + most_long) * a.kv_heads;
   chunks.many_rows = a.new_keys ? kManyRows : INT32_MAX;
   const int64_t most_rows = int64_t{a.max_q_len} * a.group;
-  const bool some = most_rows >= chunks.least_rows && (a.room >= kLeastCodes || most_rows >= 2 * int64_t{kManyRows});
+  const bool few_codes = a.new_keys && most_rows >= 2 * int64_t{kManyRows};  // are enough to be long
+  const bool some = most_rows >= chunks.least_rows && (a.room >= kLeastCodes || few_codes);
   if (!some || states < chunks.least_tiles || (a.new_keys && !map_own_tokens(chunks_))) return;
   plan.raw_stride = raw_stride(a.record);
   for (const int stages : {3, 2}) {

@@ -22,8 +22,11 @@ from torch import Tensor
 from torch_turboquant.ops.attention import merge_attention
 
 LONG_CHUNK_ROWS = 32768
-"""New tokens of a sequence times query heads from which decoding its pages pays: 1,024 tokens of 32
-heads. The op takes 0.1 to 0.4 ms for them behind 1,024 to 8,192 tokens (H200)."""
+"""New tokens of a sequence times query heads from which decoding its pages pays on GPUs of compute
+capability 9.0: 1,024 tokens of 32 heads. The op takes 0.1 to 0.4 ms for them behind 1,024 to 8,192
+tokens (H200)."""
+LONG_CHUNK = 512
+"""New tokens from which it pays on other GPUs, whose op has no kernel for many query rows."""
 SEGMENT = 16384
 """Tokens that are decoded at once: bounds the memory that this takes, whatever the context. A
 multiple of every page size."""
@@ -65,9 +68,11 @@ class Alike(NamedTuple):
     """Whether FlashAttention takes them; else the op for pages."""
 
 
-def long_chunk(q_heads: int) -> int:
+def long_chunk(q_heads: int, device: torch.device) -> int:
     """New tokens of a sequence that make a long chunk, for so many query heads of a process."""
-    return -(-LONG_CHUNK_ROWS // q_heads)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+        return LONG_CHUNK
+    return -(-LONG_CHUNK_ROWS // max(1, q_heads))
 
 
 def runs_of_neighbours(

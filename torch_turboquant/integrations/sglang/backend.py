@@ -113,7 +113,9 @@ class TurboQuantBackend(AttentionBackend):
         self.sliding_pool: TurboQuantKVPool | None = sliding
         self.steps = Steps(rows.req_to_token, self.plan.page_size, self.plan.drafts, to_sliding)
         self.flash = prompts.flash_attention(self.plan.head_dim, self.plan.device)
-        self.long_chunk = None if self.flash is None else prompts.long_chunk(self.plan.q_heads)
+        self.long_chunk: int | None = None
+        if self.flash is not None:
+            self.long_chunk = prompts.long_chunk(self.plan.q_heads, self.plan.device)
         self.rings: Rings | None = None
         if self.window:
             self.rings = Rings(rows, self.sinks, self.plan.ring, self.plan.device)

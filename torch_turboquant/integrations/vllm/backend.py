@@ -171,6 +171,8 @@ class TurboQuantMetadata(AttentionMetadata):
     """The parts of a step, one in most steps."""
 
     parts: tuple[Part, ...]
+    by_op: tuple[Part, ...]
+    """The same for layers whose parts FlashAttention cannot take: as few as can be."""
     whole: Part
     """The step as one part, for what does not differ."""
     slot_mapping: Tensor
@@ -194,13 +196,13 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         plan = plan_of(vllm_config)
         self.exact_steps, self.learning = plan.settings.exact_steps, plan.learning
         self.splits_prompts = current_platform.is_cuda()
-        self.long_chunk = self.long_chunk_of(vllm_config)
+        self.long_chunk = self.long_chunk_of(vllm_config, device)
 
     @staticmethod
-    def long_chunk_of(vllm_config: Any) -> int:
+    def long_chunk_of(vllm_config: Any, device: torch.device) -> int:
         """New tokens of a sequence from which what it has in the cache is decoded."""
         heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-        return long_chunk(heads)
+        return long_chunk(heads, device)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
@@ -219,32 +221,56 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
             said = self.learning.see(m, self.reorder_batch_threshold)
             if said:
                 logger.log(logging.WARNING if self.learning.tokens is None else logging.INFO, said)
-        parts = self._parts(m)
-        whole = parts[0] if len(parts) == 1 else self._part(m, 0, m.num_reqs, self.exact_steps)
+        parts, by_op = self._parts(m)
+        whole = by_op[0] if len(by_op) == 1 else self._part(m, 0, m.num_reqs, self.exact_steps)
         slots = m.slot_mapping[: m.num_actual_tokens]
-        return self.metadata_class(parts, whole, slots, m.query_start_loc)
+        return self.metadata_class(parts, by_op, whole, slots, m.query_start_loc)
 
-    def _parts(self, m: Any) -> tuple[Part, ...]:
-        """The step as one part, unless some of it must be computed differently."""
+    def _parts(self, m: Any) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+        """The step as one part, unless some of it must be computed differently; and the same where
+        the op for pages takes all of it."""
         if m.max_query_len <= self.reorder_batch_threshold:
-            return (self._part(m, 0, m.num_reqs, self.exact_steps),)
+            return 2 * ((self._part(m, 0, m.num_reqs, self.exact_steps),),)
         decodes, prompts, *_ = split_decodes_and_prefills(
             m, decode_threshold=self.reorder_batch_threshold
         )
         if not prompts:
-            return (self._part(m, 0, m.num_reqs, self.exact_steps),)
+            return 2 * ((self._part(m, 0, m.num_reqs, self.exact_steps),),)
         firsts = m.query_start_loc_cpu[: m.num_reqs + 1].tolist()
         new = [end - begin for begin, end in itertools.pairwise(firsts)]
         firsts[-1] = m.num_actual_tokens  # with what pads a step
         old = [0] * len(new)
         runs: tuple[Alike, ...] = (Alike(decodes, m.num_reqs, False),)
-        if self.splits_prompts:
-            # exact for sequences that are still in their prompt
-            lengths = m.seq_lens_cpu_upper_bound[: m.num_reqs].tolist()
-            old = [length - n for length, n in zip(lengths, new, strict=True)]
-            runs = runs_of_neighbours(new, old, self.long_chunk, decodes)
+        by_op = self._parts_of(m, runs, decodes, firsts, new, old)
+        if not self.splits_prompts:
+            return by_op, by_op
+        # Exact for sequences that are still in their prompt, but for those of draft models, whose
+        # steps have a token more here than there.
+        lengths = m.seq_lens_cpu_upper_bound[: m.num_reqs].tolist()
+        old = [max(0, length - n) for length, n in zip(lengths, new, strict=True)]
+        runs = runs_of_neighbours(new, old, self.long_chunk, decodes)
+        if not any(run.by_flash for run in runs):
+            return by_op, by_op
+        return self._parts_of(m, runs, decodes, firsts, new, old), by_op
+
+    def _parts_of(
+        self,
+        m: Any,
+        runs: tuple[Alike, ...],
+        decodes: int,
+        firsts: list[int],
+        new: list[int],
+        old: list[int],
+    ) -> tuple[Part, ...]:
+        """A part for each run of prompts, and what decodes before them in the first call that may.
+
+        Args:
+            decodes: sequences that decode; they come first.
+            firsts: where the new tokens of each sequence begin, and the end of all.
+            new, old: tokens of this step and of earlier ones, of each sequence.
+        """
         if decodes and self.exact_steps and not runs[0].by_flash:
-            runs = (Alike(0, runs[0].end, False), *runs[1:])  # decodes in the same call
+            runs = (Alike(0, runs[0].end, False), *runs[1:])
         elif decodes:
             runs = (Alike(0, decodes, False), *runs)
         return tuple(
@@ -413,12 +439,14 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         if kv_cache is not self.bound:
             self._bind(kv_cache)
         parts, step = attn_metadata.parts, attn_metadata.whole
+        if not any(map(self._is_for_flash, parts)):
+            parts = attn_metadata.by_op
         if key.shape[0] != step.end:
             key, value = key[: step.end], value[: step.end]
         if self.target is None:
             self._learn_from(attn_metadata, query, key)
             if len(parts) == 1 and parts[0].exact and not self._is_for_flash(parts[0]):
-                self._store_and_attend(attn_metadata, query, key, value, output)
+                self._store_and_attend(attn_metadata, parts[0], query, key, value, output)
                 return output
             self._store(attn_metadata, key, value)
         for part in parts:
@@ -447,10 +475,15 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         _store(*arguments, *tail, step.seq_lens, step.cu_seqlens, FIRST_TOKENS)
 
     def _store_and_attend(
-        self, m: TurboQuantMetadata, query: Tensor, key: Tensor, value: Tensor, out: Tensor
+        self,
+        m: TurboQuantMetadata,
+        part: Part,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
     ) -> None:
         """A step that is one call of attention, with its store."""
-        part = m.parts[0]
         if part.end != query.shape[0]:
             query, out = query[: part.end], out[: part.end]
         arguments = self._arguments(part, query)

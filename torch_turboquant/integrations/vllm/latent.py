@@ -142,7 +142,7 @@ class LatentMetadataBuilder(TurboQuantMetadataBuilder):
     metadata_class = LatentMetadata
 
     @staticmethod
-    def long_chunk_of(vllm_config: Any) -> int:
+    def long_chunk_of(vllm_config: Any, device: torch.device) -> int:
         return LONG_LATENT_CHUNK
 
 
@@ -285,10 +285,11 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
         latent, rope = kv_c_normed, k_pe[:, 0]
         self._store(attn_metadata, latent, rope)
         out = output.view(-1, self.num_heads, self.value_dim)
-        for part in attn_metadata.parts:
+        has_flash = self.prompt_attention is not None
+        for part in attn_metadata.parts if has_flash else attn_metadata.by_op:
             new = slice(part.first, part.end)
             given = q[new], latent[new], rope[new], out[new]
-            if self.prompt_attention is not None and part.by_flash:
+            if has_flash and part.by_flash:
                 self._attend_expanded(part, *given)
             else:
                 self._attend_absorbed(part, *given)

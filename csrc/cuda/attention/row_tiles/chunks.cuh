@@ -87,7 +87,7 @@ struct LongCounter {
   }
 };
 
-// Tells other kernels which sequences are long and where their states are. One warp calls it.
+// Tells row tiles which sequences are long. One warp calls it.
 __device__ __forceinline__ void number_states(const Attention& a, const Plan& plan, bool any) {
   LongCounter counter;
 #pragma unroll 1
@@ -577,6 +577,8 @@ class ChunkConsumer : Consumer<S, T> {
   __device__ __forceinline__ void leave(const Task& task, bool works) const {
     if (works) set_count(counters_.turns + task.state, task.turn + 1 == task.turns ? 0 : task.turn + 1);
     if (!count_arrival(counters_.left + task.slot, task.blocks)) return;
+    // Nobody may have waited for it: windows can end before the first code of each tile of rows.
+    wait_for_count(counters_.expanded + task.slot, task.expand_target);
     if (task.last_use) counters_.expanded[task.slot] = 0;
     set_count(counters_.uses + task.slot, task.last_use ? 0 : task.uses + 1);
   }

@@ -20,8 +20,8 @@ constexpr int kUnitKeys = 64;      // keys of a raw stage: codes as they come fr
 constexpr int kMaxTileStages = 4;  // tiles of keys, and of values, that are ready or in work
 constexpr int kMaxRawStages = 10;
 constexpr int kItems = 2;  // items of work that are known ahead
-// Long sequences, whose codes the kernel of chunks (chunks.cuh) attends to, have so many codes at least, and there are
-// so many of them at most.
+// Long sequences, which the kernel of chunks (chunks.cuh) takes, have so many codes at least, but for those of many
+// rows, and there are so many of them at most.
 constexpr int kLeastCodes = 3072, kMaxLong = 512;
 constexpr int kLongRows = 128, kStateThreads = 2 * kWarpgroup;  // of a tile of rows there, and that multiply for it
 
