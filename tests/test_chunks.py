@@ -92,7 +92,7 @@ def test_many_rows_behind_few_codes(tail, older):
     sequence has as many rows as the host wants, which sees no room for 3,072 codes."""
     q_lens = [MANY_ROWS // 4, MANY_ROWS // 8, MANY_ROWS // 8 - 1]
     case = chunks([older] * 3, q_lens, group=8, kv_heads=2, tail=tail)
-    if chosen(case) == "row_tiles":
+    if "row_tiles" in chosen(case):
         assert any("chunks_kernel" in name for name in kernels_of(case, **own_tokens(case)))
     check_own(case)
 
