@@ -110,8 +110,8 @@ bool RowTilesLaunch::map_own_tokens(Kernel& kernel) const {
          map(a.new_values, a.new_value_token_stride, a.new_value_head_stride, kernel.maps.values);
 }
 
-// The kernel of prompts. It does not cut tiles of rows into parts, so row
-// tiles are faster where there are few of them, and long ones. Without boxes, row tiles take all.
+// The kernel of prompts. It does not cut tiles of rows into parts, so row tiles are faster where there are few of them,
+// and long ones. Without boxes, row tiles take all.
 void RowTilesLaunch::choose_prompts() {
   const Attention& a = call_;
   auto& [entry, plan, maps, grid] = prompts_;

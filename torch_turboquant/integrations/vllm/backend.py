@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -229,19 +230,16 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
     def _parts(self, m: Any) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
         """The step as one part, unless some of it must be computed differently; and the same where
         the op for pages takes all of it."""
-        if m.max_query_len <= self.reorder_batch_threshold:
-            return 2 * ((self._part(m, 0, m.num_reqs, self.exact_steps),),)
-        decodes, prompts, *_ = split_decodes_and_prefills(
-            m, decode_threshold=self.reorder_batch_threshold
-        )
+        threshold, decodes, prompts = self.reorder_batch_threshold, m.num_reqs, 0
+        if m.max_query_len > threshold:
+            decodes, prompts, *_ = split_decodes_and_prefills(m, decode_threshold=threshold)
         if not prompts:
-            return 2 * ((self._part(m, 0, m.num_reqs, self.exact_steps),),)
+            part = self._part(m, 0, m.num_reqs, self.exact_steps)
+            return (part,), (part,)
         firsts = m.query_start_loc_cpu[: m.num_reqs + 1].tolist()
         new = [end - begin for begin, end in itertools.pairwise(firsts)]
         firsts[-1] = m.num_actual_tokens  # with what pads a step
-        old = [0] * len(new)
-        runs: tuple[Alike, ...] = (Alike(decodes, m.num_reqs, False),)
-        by_op = self._parts_of(m, runs, decodes, firsts, new, old)
+        by_op = self._parts_of(m, (Alike(decodes, m.num_reqs, False),), decodes, firsts, new)
         if not self.splits_prompts:
             return by_op, by_op
         # Exact for sequences that are still in their prompt, but for those of draft models, whose
@@ -260,14 +258,15 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         decodes: int,
         firsts: list[int],
         new: list[int],
-        old: list[int],
+        old: Sequence[int] = (),
     ) -> tuple[Part, ...]:
         """A part for each run of prompts, and what decodes before them in the first call that may.
 
         Args:
             decodes: sequences that decode; they come first.
             firsts: where the new tokens of each sequence begin, and the end of all.
-            new, old: tokens of this step and of earlier ones, of each sequence.
+            new: tokens of this step, of each sequence.
+            old: tokens of earlier steps, where FlashAttention takes a run.
         """
         if decodes and self.exact_steps and not runs[0].by_flash:
             runs = (Alike(0, runs[0].end, False), *runs[1:])

@@ -276,7 +276,7 @@ __device__ __forceinline__ void copy_tail(const Attention& a, const Task& task, 
 // Expanded keys, and what is known about them, or values; then those exact keys or values that rows see at their end.
 // map: of own ones
 template <class S, bool VALUES>
-__device__ __forceinline__ void copy_tiles(const Attention& a, const Plan& plan, const CUtensorMap& map, Notes& notes,
+__device__ __forceinline__ void copy_tasks(const Attention& a, const Plan& plan, const CUtensorMap& map, Notes& notes,
                                            ChunkNotes& tasks, uint8_t* shared) {
   uint64_t* const full = VALUES ? notes.value_full : notes.key_full;
   uint64_t* const empty = VALUES ? notes.value_empty : notes.key_empty;
@@ -627,8 +627,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     leave_registers<S::kProducerRegisters>();
     switch (threadIdx.x / 32) {
       case 0: return hand_out_tasks<S>(a, plan, tasks);
-      case 1: return copy_tiles<S, false>(a, plan, maps.keys, notes, tasks, shared);
-      case 2: return copy_tiles<S, true>(a, plan, maps.values, notes, tasks, shared);
+      case 1: return copy_tasks<S, false>(a, plan, maps.keys, notes, tasks, shared);
+      case 2: return copy_tasks<S, true>(a, plan, maps.values, notes, tasks, shared);
       default: return;
     }
   } else {
