@@ -23,7 +23,6 @@
 #include "cuda/attention/row_tiles/chunk_counters.cuh"
 #include "cuda/attention/row_tiles/consumer.cuh"
 #include "cuda/attention/row_tiles/exact_rows.cuh"
-#include "cuda/common/boxes.cuh"
 
 namespace turboquant::cuda::row_tiles {
 
@@ -283,14 +282,16 @@ __device__ __forceinline__ void copy_tasks(const Attention& a, const Plan& plan,
   const int stages = VALUES ? plan.value_stages : plan.key_stages, first_stage = VALUES ? plan.key_stages : 0;
   const ChunkCounters counters(plan.chunks.counters);
   RingPlace stage;
-  uint32_t expansions = 0;
+  uint32_t phases = 0;  // of tasks.expanded, a bit for each
   const auto let_next_be_taken = [&] {
     if (!VALUES && threadIdx.x % 32 == 0) arrive(&tasks.copied);
   };
   for_each_task(tasks, [&](const Task& task) {
     if (task.expands) {  // codes are copied into the stages meanwhile
       let_next_be_taken();
-      wait_barrier(&tasks.expanded, expansions++ % 2);
+      const int slot = tasks.slot_of(task);
+      wait_barrier(&tasks.expanded[slot], phases >> slot & 1);
+      phases ^= 1u << slot;
       return;
     }
     if (task.begin < task.end) {
@@ -324,11 +325,7 @@ __device__ __forceinline__ void copy_tasks(const Attention& a, const Plan& plan,
         copy_tail<S, VALUES>(a, task, tile * S::kKeys, to, barrier);
       } else if (threadIdx.x % 32 == 0) {
         const int token = task.first_query + task.own_first - task.new_begin + (tile - task.tail_tiles) * S::kKeys;
-        expect(barrier, S::kTileBytes);
-#pragma unroll
-        for (int k = 0; k < S::kDim / 64; ++k) {
-          copy_box(to + k * S::kKeys * kSwizzleRow, map, 64 * k, task.head, token, barrier);
-        }
+        copy_own_tile<S>(to, map, task.head, token, barrier);
       }
       __syncwarp();
     }
@@ -479,7 +476,7 @@ class ChunkConsumer : Consumer<S, T> {
     }
     expander_.run(task);
     __syncwarp();
-    if (this->lane_ == 0) arrive(&tasks_.expanded);
+    if (this->lane_ == 0) arrive(&tasks_.expanded[tasks_.slot_of(task)]);
     publish_global_memory();
     __threadfence();
     meet();
@@ -612,8 +609,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     for (int i = 0; i < kMaxRawStages; ++i) init_barrier(&notes.raw_full[i], 1);
     for (int i = 0; i < kItems; ++i) {
       init_barrier(&tasks.task_full[i], 1), init_barrier(&tasks.task_empty[i], 2 + 4 * S::kGroups);
+      init_barrier(&tasks.expanded[i], 4 * S::kGroups);
     }
-    init_barrier(&tasks.copied, 1), init_barrier(&tasks.expanded, 4 * S::kGroups);
+    init_barrier(&tasks.copied, 1);
     for (uint32_t& word : notes.broken) word = 0;
     barriers_ready();
   }

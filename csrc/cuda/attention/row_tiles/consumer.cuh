@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cuda/attention/counters.cuh"
+#include "cuda/attention/row_tiles/columns.cuh"
 #include "cuda/attention/row_tiles/expansion.cuh"
 #include "cuda/attention/row_tiles/producer.cuh"
 #include "cuda/attention/row_tiles/rotation.cuh"
@@ -527,14 +528,14 @@ class Consumer {
       if constexpr (EXACT) {
         seen[i] = seen_exact(i, first);
       } else {
-        seen[i] = range<true>(first_[i] - first, end_[i] - first);
+        seen[i] = columns().template range<true>(first_[i] - first, end_[i] - first);
       }
     }
     if (!EXACT && info.special) {
       uint32_t absent = 0;
 #pragma unroll
       for (int w = 0; w < S::kKeys / 32; ++w) {
-        poison |= own_bits(info.poison[w]) << 8 * w, absent |= own_bits(info.absent[w]) << 8 * w;
+        poison |= columns().of(info.poison[w]) << 8 * w, absent |= columns().of(info.absent[w]) << 8 * w;
       }
       seen[0] &= ~absent, seen[1] &= ~absent;
     }
@@ -550,45 +551,18 @@ class Consumer {
     }
   }
 
-  // Bits 2 n + h: which of the thread's columns (n, h) of a row are keys [begin, end) of the tile. CODED: in the order
-  // of codes (token_at).
-  template <bool CODED>
-  __device__ __forceinline__ uint32_t range(int begin, int end) const {
-    return keys_before<CODED>(end) & ~keys_before<CODED>(begin);
-  }
-  template <bool CODED>
-  __device__ __forceinline__ uint32_t keys_before(int end) const {
-    if constexpr (!CODED) {
-      end = min(max(end, 0), S::kKeys);
-      return low_bits(end / 8 * 2 + min(max(end % 8 - 2 * t_, 0), 2));
-    }
-    uint32_t bits = 0;
-#pragma unroll
-    for (int w = 0; w < S::kKeys / 32; ++w) {
-      // Of 32 tokens column (n, h) is token 16 (t / 2) + t % 2 + 2 n + 8 h.
-      const int left = end - 32 * w - t_ / 2 * 16 - t_ % 2 + 1;
-      const uint32_t even = low_bits(2 * min(max(left >> 1, 0), 4)),
-                     odd = low_bits(2 * min(max((left - 8) >> 1, 0), 4));
-      bits |= (even & 0x55 | odd & 0xAA) << 8 * w;
-    }
-    return bits;
-  }
-  static __device__ __forceinline__ uint32_t low_bits(int count) { return count < 32 ? (1u << count) - 1 : ~0u; }
-  // Of bits for 32 places those of the thread's columns: two of each eight.
-  __device__ __forceinline__ uint32_t own_bits(uint32_t places) const {
-    const uint32_t own = places >> 2 * t_ & 0x03030303;
-    return (own | own >> 6 | own >> 12 | own >> 18) & 0xFF;
-  }
+  __device__ __forceinline__ ThreadColumns<S::kKeys> columns() const { return {t_}; }
 
   // Which of the thread's columns of row i are keys that it sees, where `first` is the number of the first exact key.
   __device__ __forceinline__ uint32_t seen_exact(int i, int first) const {
     if (S::kPrompts || (S::kChunks && first >= first_own())) {
       const int origin = own_origin() + first;
-      return range<false>(first_[i] - origin, position_[i] + 1 - origin);
+      return columns().template range<false>(first_[i] - origin, position_[i] + 1 - origin);
     }
     const int sinks = item_->sinks, others = sinks - item_->recent - first;  // key k behind sinks is number k + others
-    return range<false>(first_[i] - first, min(sinks, position_[i] + 1) - first) |
-           range<false>(max(sinks - first, end_[i] + others), min(item_->exact - first, position_[i] + 1 + others));
+    const auto range = [&](int begin, int end) { return columns().template range<false>(begin, end); };
+    return range(first_[i] - first, min(sinks, position_[i] + 1) - first) |
+           range(max(sinks - first, end_[i] + others), min(item_->exact - first, position_[i] + 1 + others));
   }
   // Whether row i sees exact key `number` of the item.
   __device__ __forceinline__ bool sees_exact(int i, int number) const {

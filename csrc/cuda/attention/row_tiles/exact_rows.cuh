@@ -1,13 +1,15 @@
-// Exact keys or values of an item, copied row by row to a tile of shared memory: rows of 128 bytes with the swizzle
-// that products read, [channels / 64][keys][64 channels]. Eight lanes share a row, and a warp copies four at once.
+// Exact keys or values of an item, copied to a tile of shared memory: rows of 128 bytes with the swizzle that products
+// read, [channels / 64][keys][64 channels].
 #pragma once
 
 #include "cuda/attention/row_tiles/shape.cuh"
 #include "cuda/common/async_copy.cuh"
+#include "cuda/common/boxes.cuh"
 #include "cuda/common/wgmma_swizzled.cuh"
 
 namespace turboquant::cuda::row_tiles {
 
+// Row by row. Eight lanes share a row, and a warp copies four at once.
 template <class S, bool VALUES>
 struct ExactRows {
   const Attention& a;
@@ -37,5 +39,14 @@ struct ExactRows {
   static __device__ __forceinline__ int word() { return threadIdx.x % 8; }
   static __device__ __forceinline__ uint8_t* place(uint8_t* tile, int row) { return tile + swizzled(row, 16 * word()); }
 };
+
+// The call's own tokens from `token` on, by the tensor memory accelerator. One thread starts it. map: of OwnMaps
+template <class S>
+__device__ __forceinline__ void copy_own_tile(uint8_t* to, const CUtensorMap& map, int head, int token,
+                                              uint64_t* barrier) {
+  expect(barrier, S::kTileBytes);
+#pragma unroll
+  for (int k = 0; k < S::kDim / 64; ++k) copy_box(to + k * S::kKeys * kSwizzleRow, map, 64 * k, head, token, barrier);
+}
 
 }  // namespace turboquant::cuda::row_tiles

@@ -12,7 +12,7 @@
 #pragma once
 
 #include "cuda/attention/row_tiles/consumer.cuh"
-#include "cuda/common/boxes.cuh"
+#include "cuda/attention/row_tiles/exact_rows.cuh"
 
 namespace turboquant::cuda::row_tiles {
 
@@ -146,12 +146,7 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& map, Notes& notes,
     for (int tile = 0; tile < item.end; ++tile, stage.advance(stages)) {
       wait_barrier(&empty[stage.slot], stage.phase ^ 1);
       if (threadIdx.x % 32 == 0) {
-        expect(&full[stage.slot], S::kTileBytes);
-#pragma unroll
-        for (int k = 0; k < S::kDim / 64; ++k) {
-          copy_box(to + stage.slot * S::kTileBytes + k * S::kKeys * kSwizzleRow, map, 64 * k, item.head,
-                   first + tile * S::kKeys, &full[stage.slot]);
-        }
+        copy_own_tile<S>(to + stage.slot * S::kTileBytes, map, item.head, first + tile * S::kKeys, &full[stage.slot]);
       }
       __syncwarp();  // no lane may be a turn of the ring behind
     }

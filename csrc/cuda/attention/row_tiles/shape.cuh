@@ -175,11 +175,13 @@ struct Task : Item {
 // What the warps of a block of chunks tell each other, beside Notes.
 struct ChunkNotes {
   uint64_t task_full[kItems], task_empty[kItems];
-  uint64_t copied;    // all tiles of a task, so that the next one can be taken
-  uint64_t expanded;  // all that a task expands, so that tiles can be copied again
-  bool any;           // whether there are long sequences
+  uint64_t expanded[kItems];  // all that a task expands, so that tiles can be copied again
+  uint64_t copied;            // all tiles of a task, so that the next one can be taken
+  bool any;                   // whether there are long sequences
   Task tasks[kItems];
   LongSequence sequences[kMaxLong];
+
+  __device__ __forceinline__ int slot_of(const Task& task) const { return static_cast<int>(&task - tasks); }
 };
 
 // Fills in where everything is; false: `limit` bytes have no room for the tiles and a raw stage for each warp of a
