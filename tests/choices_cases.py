@@ -75,6 +75,7 @@ MANY_ROWS = "more than 16 query rows per KV head"
 MORE_THAN_32 = "more than 32 query rows per KV head"
 UP_TO_32_ROWS, UNIFORM = "17 to 32 query rows per KV head", {"k_uniform": 1, "v_uniform": 1}
 MIXED = "few query rows per KV head in some sequences, more in others"
+DRAFTS = f"{MIXED}, and there may be drafts"
 UP_TO_64 = "at most 64 query rows per KV head"
 UP_TO_32 = "at most 32 query rows per KV head"
 MANY = "many query rows per KV head"
@@ -118,6 +119,7 @@ CASES = [
     Case("paged_attention", {"group": 17}, "split_kv", UP_TO_64, "A100"),
     Case("paged_attention", {"q_len": 5, "tokens": 6, "seqs": 2}, "split_kv+key_tiles", MIXED),
     Case("paged_attention", {"q_len": 9, "tokens": 10, "seqs": 2}, "split_kv+row_tiles", MIXED),
+    Case("paged_attention", {"q_len": 9, "tokens": 12, "seqs": 3}, "split_kv+row_tiles", DRAFTS),
     Case("paged_attention", {"k_bits": 2}, "row_tiles", PAIR),
     Case("paged_attention", {"group": 64}, "split_kv", UP_TO_64, "A100"),
     Case("paged_attention", {"group": 65}, "general", NO_PRODUCTS, "A100"),

@@ -15,6 +15,7 @@ from tests.choices_cases import (
     CALLS,
     CASES,
     DIMS,
+    DRAFTS,
     FEW_ROWS,
     FILL,
     HALF,
@@ -147,14 +148,16 @@ def test_mixed_batches():
     assert choice(512, 61, 512 + 60) == both
     assert choice(512, 1, 512) == choice(1000, 1, 512) == choice(9, 32, None)  # uniform
     assert choice(9, 32, 9 * 32) == choice(9, 32, None) == ("row_tiles", MANY_ROWS)
-    assert choice(9, 32, 9 * 32 - 1) == choice(9, 32, 9 * 32 + 1) == both
+    drafts_too = ("split_kv+row_tiles", DRAFTS)
+    assert choice(9, 32, 9 * 32 - 1) == choice(9, 32, 9 * 32 + 1) == drafts_too
     assert choice(8, 32, 8 * 32) == choice(8, 32, None) == ("key_tiles", UP_TO_32_ROWS)
-    some_drafts = ("split_kv+key_tiles", MIXED)
+    some_drafts = ("split_kv+key_tiles", DRAFTS)
     assert choice(8, 32, 8 * 32 - 1) == choice(8, 32, 8 * 32 + 1) == some_drafts
     assert choice(4, 32, 40) == choice(4, 32, 4 * 32) == ("split_kv", FEW_ROWS)
     # one query has more rows than split-KV takes, or all fit
     assert choice(2, 32, 40, q_heads=17, kv_heads=1) == ("row_tiles", MANY_ROWS)
-    assert choice(2, 32, 40, q_heads=16, kv_heads=1) == some_drafts
+    # a block of 16 rows holds one query of 16 heads
+    assert choice(2, 32, 40, q_heads=16, kv_heads=1) == ("split_kv+key_tiles", MIXED)
     assert choice(2, 32, 40, q_heads=8, kv_heads=1) == ("split_kv", FEW_ROWS)
     wide = {"head_dim": 256, "kv_heads": 1}
     assert choice(2, 32, 40, q_heads=16, **wide) == ("split_kv", UP_TO_32)

@@ -20,6 +20,7 @@ from tests.attention_cuda import (
     randn,
     starts_of,
 )
+from tests.choices_cases import DRAFTS
 from tests.helpers import assert_same_bytes
 from tests.test_split_kv_launches import assert_streams_share_nothing, kernels_of
 from torch_turboquant.config import CacheConfig
@@ -38,6 +39,10 @@ NAMES = {
 
 def chosen(case: Case) -> str:
     """The kernel that choose_attention names."""
+    return choice_of(case).kernel
+
+
+def choice_of(case: Case) -> tt.KernelChoice:
     c = case.config
     return tt.kernel_choice(
         "paged_attention",
@@ -53,12 +58,14 @@ def chosen(case: Case) -> str:
         value_grid=c.value_grid,
         dtype=case.q.dtype,
         tail=case.tail is not None,
-    ).kernel
+    )
 
 
 def assert_launches(case: Case) -> None:
-    """The kernels that the choice names, each once."""
+    """The kernels that the choice names, each once; split-KV twice where there may be drafts."""
     names = NAMES[chosen(case)]
+    if choice_of(case).reason == DRAFTS:
+        names = [names[0], *names]
     kernels = kernels_of(case)
     assert len(kernels) == len(names), kernels
     for kernel, name in zip(kernels, names, strict=True):

@@ -35,6 +35,8 @@ struct AttentionChoice {
   const char* reason;            // the condition that decided
   int pair = -1;                 // split-KV and key tiles: the index of the codes in kSplitKvPairs
   int64_t split_kv_queries = 0;  // split-KV takes sequences of at most so many queries; the other kernel the others
+  // Those of at most so many queries have a launch of split-KV of their own, with smaller blocks; 0: all have one.
+  int64_t few_queries = 0;
 };
 
 // The head_dims that the split-KV kernel is compiled for (cuda/attention/instances): all that pages can have up to 256,
@@ -153,16 +155,23 @@ constexpr const char* few_rows(int limit) {
                        : "at most 16 query rows per KV head";
 }
 
-// A mixed call: how many queries a sequence may have to be split-KV's, of at most `limit` rows. As many as fit into the
-// smallest block that a call of the shorter sequences alone would take, as far as the host can tell: it knows the mean
-// number of queries of all sequences but the longest. A larger block would take longer for each of them (with 16 rows
-// up to twice as long as with 4), and a smaller one would leave most of them to row tiles.
-constexpr int64_t split_kv_queries_of_mixed(const AttentionShape& shape, int limit) {
-  const int64_t others = shape.seqs > 1 ? shape.seqs - 1 : 1;
-  const int64_t mean = (shape.tokens - shape.max_q_len + others - 1) / others;
+// A mixed call: which sequences are split-KV's, in blocks of at most `limit` rows.
+//
+// A block with more rows takes longer for each sequence: one of 16 rows up to twice as long as one of 4. So decode steps
+// have the smallest block that holds a query, whatever else is in the call. Sequences of more queries, such as drafts,
+// have a second launch, unless the host can tell that there are none: it knows the mean number of queries of all
+// sequences but the longest. Prompts raise that, too; the second launch then finds nothing to do, which takes less time
+// than larger blocks for all or row tiles for drafts.
+struct MixedQueries {
+  int64_t few, most;  // as few_queries and split_kv_queries of AttentionChoice
+};
+constexpr MixedQueries split_kv_queries_of_mixed(const AttentionShape& shape, int limit) {
   int rows = 4;
-  while (rows < limit && rows < shape.group * (mean > 1 ? mean : 1)) rows *= 2;
-  return rows / shape.group;
+  while (rows < limit && rows < shape.group) rows *= 2;
+  const int64_t few = rows / shape.group, most = limit / shape.group;
+  const bool only_few = shape.tokens - shape.max_q_len <= few * (shape.seqs - 1);
+  if (only_few || few == most) return {0, few};
+  return {few, most};
 }
 
 }  // namespace choices
@@ -195,9 +204,11 @@ constexpr AttentionChoice choose_attention(const AttentionShape& shape, const De
     return {Kernel::kRowTiles,
             limit == 16 ? "more than 16 query rows per KV head" : "more than 32 query rows per KV head"};
   }
+  const choices::MixedQueries queries = choices::split_kv_queries_of_mixed(shape, shape.group > block ? limit : block);
   return {key_tiles ? Kernel::kSplitKvAndKeyTiles : Kernel::kSplitKvAndRowTiles,
-          "few query rows per KV head in some sequences, more in others", pair,
-          choices::split_kv_queries_of_mixed(shape, shape.group > block ? limit : block)};
+          queries.few ? "few query rows per KV head in some sequences, more in others, and there may be drafts"
+                      : "few query rows per KV head in some sequences, more in others",
+          pair, queries.most, queries.few};
 }
 
 }  // namespace turboquant

@@ -30,8 +30,8 @@ AttentionShape shape_of(const Attention& a) {
           .has_exact = a.tail || a.new_keys};
 }
 
-// Launches the kernels of a call. Where two share its sequences, split-KV clears the results of tokens behind the last
-// one. `store` is launched immediately before them, so that the split-KV kernel can run beside it.
+// Launches the kernels of a call. Where several share its sequences, split-KV clears the results of tokens behind the
+// last one. `store` is launched immediately before them, so that the split-KV kernel can run beside it.
 void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t stream, const Store& store) {
   const AttentionChoice choice = choose_attention(shape_of(a), device.facts);
   using Kernel = AttentionKernel;
@@ -39,25 +39,33 @@ void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t str
     if (store) store();
     return attend_general(a, device.facts, stream);
   }
-  a.most_queries = static_cast<int>(choice.split_kv_queries);
-  std::optional<split_kv::SplitKvLaunch> few;
+  const int most = static_cast<int>(choice.split_kv_queries), few_most = static_cast<int>(choice.few_queries);
+  a.most_queries = few_most > 0 ? few_most : most;
+  Attention of_some = a;
+  of_some.least_queries = few_most + 1, of_some.most_queries = most;
+  std::optional<split_kv::SplitKvLaunch> few, some;
   std::optional<key_tiles::KeyTilesLaunch> more;
   std::optional<row_tiles::RowTilesLaunch> many;
   const bool both = choice.kernel == Kernel::kSplitKvAndKeyTiles || choice.kernel == Kernel::kSplitKvAndRowTiles;
-  const int least = both ? a.most_queries + 1 : 0;
+  const int least = both ? most + 1 : 0;
   if (choice.kernel == Kernel::kSplitKv || both) few.emplace(a, device, choice.pair);
+  if (few_most > 0) some.emplace(of_some, device, choice.pair);
   if (choice.kernel == Kernel::kKeyTiles || choice.kernel == Kernel::kSplitKvAndKeyTiles) {
     more.emplace(a, device, choice.pair, least);
   }
   if (choice.kernel == Kernel::kRowTiles || choice.kernel == Kernel::kSplitKvAndRowTiles)
     many.emplace(a, device, least);
   // One after the other, so they can have the same memory.
-  const int64_t bytes = std::max(
-      {few ? few->workspace_bytes() : 0, more ? more->workspace_bytes() : 0, many ? many->workspace_bytes() : 0});
+  const int64_t bytes = std::max({few ? few->workspace_bytes() : 0, some ? some->workspace_bytes() : 0,
+                                  more ? more->workspace_bytes() : 0, many ? many->workspace_bytes() : 0});
   const Tensor workspace = new_tensor(q, {bytes}, ScalarType::Byte, "the work space");
   if (few) few->prepare(workspace.data_ptr(), stream);
   if (store) store();
   if (few) few->run(stream, store ? split_kv::Before::kOwnStore : split_kv::Before::kAnything);
+  if (some) {  // not sooner, because the memory is still the first launch's
+    some->prepare(workspace.data_ptr(), stream);
+    some->run(stream, split_kv::Before::kAnything);
+  }
   if (more) more->run(workspace.data_ptr(), stream);
   if (many) many->run(workspace.data_ptr(), stream);
 }
