@@ -225,7 +225,8 @@ def test_long_chunks_over_decoded_pages(started, monkeypatch, steps, heads):
 
     options = {"softmax_scale": layer.impl.scale}
     layer.impl.prompt_attention = prompts.PromptAttention(flash, options, 0)
-    layer.builder.splits_prompts, layer.builder.long_chunk = True, 512
+    layer.builder.splits_prompts = True
+    layer.builder.long_chunk, layer.builder.least_fresh = 512, 0
     assert_right(*layer.run(steps, *tensors(steps, heads)))
     assert calls == asked_of_flash(steps, 128)
 
@@ -247,13 +248,16 @@ def test_short_chunks_and_windows_stay_with_the_pages(started):
 # ---- what a step is made of
 
 
-def parts_of(started, steps, exact_steps=True, drafts=0, on_cuda=True, long_chunk=512):
+def parts_of(
+    started, steps, exact_steps=True, drafts=0, on_cuda=True, long_chunk=512, least_fresh=0
+):
     options = {}
     if drafts:
         method = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
         options["speculative_config"] = method
     layer = Layer(started({"exact_steps": exact_steps}, **options))
-    layer.builder.splits_prompts, layer.builder.long_chunk = on_cuda, long_chunk
+    layer.builder.splits_prompts = on_cuda
+    layer.builder.long_chunk, layer.builder.least_fresh = long_chunk, least_fresh
     return [
         (part.first, part.end, len(part.seq_lens), part.longest, part.exact, part.by_flash)
         for part in layer.builder.build(0, layer.metadata(steps)).parts
@@ -274,6 +278,16 @@ def test_fresh_prompts_are_a_part_of_their_own(started):
     assert parts_of(started, mixed, on_cuda=False) == [(0, 28, 3, 20, True, False)]
     assert parts_of(started, mixed[1:]) == [(0, 27, 2, 20, True, True)]
     assert parts_of(started, [*mixed, (48, 16)]) == [(0, 44, 4, 20, True, False)]
+
+
+def test_few_fresh_tokens_stay_in_the_call_of_the_step(started):
+    mixed = [(9, 1), (20, 20), (7, 7)]
+    flash = [(0, 1, 1, 1, True, False), (1, 28, 2, 20, True, True)]
+    assert parts_of(started, mixed, least_fresh=27) == flash
+    assert parts_of(started, mixed, least_fresh=28) == [(0, 28, 3, 20, True, False)]
+    assert parts_of(started, mixed[1:], least_fresh=28) == [(0, 27, 2, 20, True, False)]
+    codes = parts_of(started, mixed, least_fresh=28, exact_steps=False)
+    assert codes == [(0, 1, 1, 1, False, False), (1, 28, 2, 20, True, False)]
 
 
 def test_long_chunks_are_parts_of_their_own(started):
@@ -297,11 +311,16 @@ def test_long_chunks_are_parts_of_their_own(started):
     ]
 
 
-def test_how_long_a_chunk_is_depends_on_its_heads(started):
-    cpu = torch.device("cpu")
+def test_how_long_a_chunk_is_depends_on_its_heads(started, monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
     found = [prompts.long_chunk(heads, cpu) for heads in (32, 28, 8, 1, 0)]
     assert found == [1024, 1171, 4096, 32768, 32768]
-    assert Layer(started({})).builder.long_chunk == prompts.long_chunk(4, cpu)  # of the model
+    builder = Layer(started({})).builder
+    of_model = prompts.long_chunk(4, cpu)
+    assert (builder.long_chunk, builder.least_fresh) == (of_model, of_model)
+    for capability, wanted in (((9, 0), (512, 512)), ((8, 0), (512, 0)), ((10, 0), (512, 0))):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert (prompts.long_chunk(64, cuda), prompts.least_fresh(64, cuda)) == wanted
 
 
 @pytest.mark.parametrize("exact_steps", [True, False])

@@ -36,6 +36,7 @@ from torch_turboquant.integrations.engine.prompts import (
     Alike,
     Context,
     contexts_of,
+    least_fresh,
     long_chunk,
     runs_of_neighbours,
 )
@@ -197,13 +198,13 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         plan = plan_of(vllm_config)
         self.exact_steps, self.learning = plan.settings.exact_steps, plan.learning
         self.splits_prompts = current_platform.is_cuda()
-        self.long_chunk = self.long_chunk_of(vllm_config, device)
+        self.long_chunk, self.least_fresh = self.for_flash(vllm_config, device)
 
     @staticmethod
-    def long_chunk_of(vllm_config: Any, device: torch.device) -> int:
-        """New tokens of a sequence from which what it has in the cache is decoded."""
+    def for_flash(vllm_config: Any, device: torch.device) -> tuple[int, int]:
+        """Which prompts FlashAttention takes: see long_chunk and least_fresh in prompts.py."""
         heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-        return long_chunk(heads, device)
+        return long_chunk(heads, device), least_fresh(heads, device)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
@@ -246,7 +247,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         # steps have a token more here than there.
         lengths = m.seq_lens_cpu_upper_bound[: m.num_reqs].tolist()
         old = [max(0, length - n) for length, n in zip(lengths, new, strict=True)]
-        runs = runs_of_neighbours(new, old, self.long_chunk, decodes)
+        runs = runs_of_neighbours(new, old, self.long_chunk, decodes, self.least_fresh)
         if not any(run.by_flash for run in runs):
             return by_op, by_op
         return self._parts_of(m, runs, decodes, firsts, new, old), by_op

@@ -142,8 +142,8 @@ class LatentMetadataBuilder(TurboQuantMetadataBuilder):
     metadata_class = LatentMetadata
 
     @staticmethod
-    def long_chunk_of(vllm_config: Any, device: torch.device) -> int:
-        return LONG_LATENT_CHUNK
+    def for_flash(vllm_config: Any, device: torch.device) -> tuple[int, int]:
+        return LONG_LATENT_CHUNK, 0
 
 
 # ---- a layer
