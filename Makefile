@@ -24,7 +24,7 @@ CXX_FILES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu
 # Programs that write benchmarks/results, with the options that tables need. What this machine has not got, each of them
 # says itself.
 BENCHMARKS := bench_attention.py bench_codec.py "bench_cpu.py --levels all --instructions" bench_distortion.py \
-              bench_generate.py bench_vllm_kernels.py bench_vllm.py bench_vllm_quality.py bench_search.py "soak.py --minutes 10" \
+              bench_generate.py bench_vllm_kernels.py bench_vllm.py bench_vllm_serve.py bench_vllm_quality.py bench_search.py "soak.py --minutes 10" \
               "bench_quality.py --dtype float32 --chunk 128 --segments 3 --prefill 512 --score-tokens 1536 --needle --tasks" \
               bench_variants.py bench_allocation.py bench_mla.py bench_linear.py bench_experts.py bench_latent_steps.py bench_mla_quality.py bench_host.py bench_eviction.py \
               bench_weights.py bench_weights_encoder.py bench_heavy_hitters.py bench_sglang.py bench_sglang_quality.py bench_cpu_model.py

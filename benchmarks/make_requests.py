@@ -5,6 +5,9 @@
         --custom-output-len -1 --skip-chat-template --ignore-eos --num-prompts 1000 \\
         --request-rate 20
 
+A file that ends in .json has the form of ShareGPT's instead, with an answer of the drawn length to
+each prompt, for programs that take such a file (`--dataset-name sharegpt`).
+
 Prompts and answers have lognormal lengths, cut at --longest, with the means that the paper of
 PagedAttention gives for ShareGPT's conversations: 161 and 338 tokens. Every --turns-th request on
 average goes on with an earlier one: its prompt begins with all of that prompt, as in a
@@ -79,11 +82,25 @@ def make_requests(
     return made
 
 
+def as_conversations(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Requests in the form of ShareGPT's file: a question and an answer each."""
+    return [
+        {
+            "id": str(number),
+            "conversations": [
+                {"from": "human", "value": one["prompt"]},
+                {"from": "gpt", "value": " ".join([WORDS[0]] * one["output_tokens"])},
+            ],
+        }
+        for number, one in enumerate(requests)
+    ]
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path, help="to write: a .jsonl")
+    parser.add_argument("file", type=Path, help="to write: a .jsonl, or a .json")
     parser.add_argument("--count", type=int, default=1000, help="requests; default: %(default)s")
     parser.add_argument("--prompt", type=float, default=161, help="mean; default: %(default)s")
     parser.add_argument("--output", type=float, default=338, help="mean; default: %(default)s")
@@ -99,7 +116,10 @@ def main(arguments: list[str] | None = None) -> None:
         tokenizer = AutoTokenizer.from_pretrained(given.tokenizer)
     sizes = given.prompt, given.output, given.longest, given.turns
     made = make_requests(given.count, *sizes, given.seed, tokenizer)
-    given.file.write_text("".join(json.dumps(one) + "\n" for one in made))
+    if given.file.suffix == ".json":
+        given.file.write_text(json.dumps(as_conversations(made)))
+    else:
+        given.file.write_text("".join(json.dumps(one) + "\n" for one in made))
     print(f"{len(made)} requests in {given.file}")
 
 

@@ -276,6 +276,18 @@ def test_lengths_of_requests():
     assert max(len(row["prompt"].split()) for row in short) == 200
 
 
+def test_requests_in_the_form_of_sharegpt(tmp_path):
+    """A program that reads such a file finds the same prompts and lengths of answers."""
+    script = load_script("benchmarks/make_requests.py")
+    for name in ("a.jsonl", "a.json"):
+        script.main([str(tmp_path / name), "--count", "20"])
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    talks = [row["conversations"] for row in json.loads((tmp_path / "a.json").read_text())]
+    assert [question["value"] for question, _ in talks] == [row["prompt"] for row in rows]
+    answers = [len(answer["value"].split()) for _, answer in talks]
+    assert answers == [row["output_tokens"] for row in rows]
+
+
 def test_requests_that_go_on_with_earlier_ones():
     script = load_script("benchmarks/make_requests.py")
 
@@ -307,3 +319,43 @@ def test_requests_have_so_many_tokens_of_a_tokenizer():
     cut = script.make_requests(50, 30, 30, 200, 0, 1, Halves())
     for one, other in zip(drawn, cut, strict=True):
         assert len(other["prompt"].split()) == len(one["prompt"].split())
+
+
+# ---- vLLM's server
+
+
+def test_loads_of_a_server():
+    bench = load_script("benchmarks/bench_vllm_serve.py")
+    assert bench.Load.parse("mix512") == bench.Load("mix512", 512, None)
+    assert bench.Load.parse("mix8@2.5") == bench.Load("mix8@2.5", 8, 2.5)
+    with pytest.raises(SystemExit, match="'serve512' is no load"):
+        bench.Load.parse("serve512")
+
+
+def test_the_tokenizer_of_a_server_has_a_token_for_each_word(tmp_path):
+    pytest.importorskip("tokenizers")
+    bench = load_script("benchmarks/bench_vllm_serve.py")
+    bench.write_tokenizer(tmp_path, 1000)
+    from tokenizers import Tokenizer
+
+    found = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert found.get_vocab_size() == 1000
+    requests = bench.make_requests.make_requests(50, 30, 30, 200, 3, 0)
+    for one in requests:
+        assert len(found.encode(one["prompt"]).ids) == len(one["prompt"].split())
+
+
+def test_what_a_server_says_about_itself(monkeypatch):
+    bench = load_script("benchmarks/bench_vllm_serve.py")
+    page = (
+        "# HELP vllm:num_preemptions_total Cumulative number\n"
+        'vllm:num_preemptions_total{engine="0",model_name="model"} 12.0\n'
+        'vllm:num_preemptions_total{engine="1",model_name="model"} 3.0\n'
+        'vllm:cache_config_info{block_size="64",cache_dtype="auto",num_gpu_blocks="3360"} 1.0\n'
+    )
+    monkeypatch.setattr(bench, "ask", lambda arguments, name: page)
+    assert bench.metric(None, "vllm:num_preemptions_total") == 15
+    assert bench.cache_tokens(None) == 64 * 3360
+    monkeypatch.setattr(bench, "ask", lambda arguments, name: "")
+    with pytest.raises(RuntimeError, match="does not say how large its cache is"):
+        bench.cache_tokens(None)

