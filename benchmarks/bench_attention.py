@@ -196,7 +196,8 @@ def rows_cases() -> Iterator[Case]:
 def mixed_cases() -> Iterator[Case]:
     chunk = [Part(60, 8192), Part(1, 8192 + 512, 512)]
     drafts = [Part(32, 8192), Part(8, 8192, 4), Part(2, 8192 + 1024, 1024)]
-    for parts in (chunk, drafts):
+    prompts = [Part(255, 400), Part(4, 161, 161)]
+    for parts in (chunk, drafts, prompts):
         shape = Shape.of(parts)
         yield from of_presets("mixed", shape, "k5v4u k4v4u")
         yield Case("k5v4u", shape, own=True, table="mixed")

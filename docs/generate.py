@@ -82,6 +82,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "engine quality": vllm.engine_quality,
         "engine speed": vllm.engine_speed,
         "engine clients": vllm.engine_clients,
+        "server clients": vllm.server_clients,
     },
     "docs/sglang.md": {
         "sglang speed": sglang.sglang_speed,

@@ -178,6 +178,26 @@ def test_clients_on_the_page_of_vllm(generate, monkeypatch):
     assert "conversations" not in generate.vllm.engine_speed()
 
 
+def test_the_server_on_the_page_of_vllm(generate, monkeypatch):
+    """Most clients first, as fast as they are answered before a rate; bf16 before ours."""
+
+    def row(config, point, preempted=0):
+        times = {"first_ms": 11830.0, "first_p99_ms": 14310.0}
+        times |= {"token_ms": 14.37, "token_p99_ms": 42.54, "requests_s": 30.32, "tokens_s": 9310.0}
+        return engine_row(config, point, **times, requests=2048, preempted=preempted)
+
+    rows = [row("k5v4u", "mix64"), row("k5v4u", "mix512@25"), row("k5v4u", "mix512")]
+    rows.append(row("bf16", "mix512", preempted=1988))
+    monkeypatch.setattr(generate.vllm, "h200_rows", lambda name: rows)
+    found = "30.3 | 9,310 | 11.83 s, 14.31 s | 14.4 ms, 42.5 ms"
+    assert generate.vllm.server_clients().splitlines()[2:] == [
+        f"| 512 at a time | bf16 | {found} | 1,988 of 2,048 |",
+        f"| 512 at a time | k5v4u | {found} | 0 of 2,048 |",
+        f"| 512 at most, 25 requests/s come | k5v4u | {found} | 0 of 2,048 |",
+        f"| 64 at a time | k5v4u | {found} | 0 of 2,048 |",
+    ]
+
+
 def test_steps_on_the_page_of_sglang(generate, monkeypatch):
     """Clients are no steps; another model and several GPUs have a table of their own."""
 

@@ -158,6 +158,33 @@ def engine_clients() -> str:
     return clients_table("h200_vllm", {"bf16": "bf16", "fp8": "fp8"})
 
 
+def server_clients() -> str:
+    """vLLM's server and what its own client has measured, the most clients first."""
+
+    def in_words(point: str) -> str:
+        clients, _, rate = point.removeprefix("mix").partition("@")
+        return f"{clients} at most, {rate} requests/s come" if rate else f"{clients} at a time"
+
+    def order(row: Row) -> tuple[int, float, tuple[int, str]]:
+        clients, _, rate = row["point"].removeprefix("mix").partition("@")
+        return -int(clients), -float(rate or "inf"), engine_order(row["config"])
+
+    lines = [
+        [
+            in_words(row["point"]),
+            row["config"],
+            f"{row['requests_s']:.1f}",
+            f"{row['tokens_s']:,.0f}",
+            f"{row['first_ms'] / 1000:.2f} s, {row['first_p99_ms'] / 1000:.2f} s",
+            f"{row['token_ms']:.1f} ms, {row['token_p99_ms']:.1f} ms",
+            f"{row['preempted']:,} of {row['requests']:,}",
+        ]
+        for row in sorted(h200_rows("h200_vllm_serve"), key=order)
+    ]
+    head = ["clients", "cache", "requests/s", "tokens/s", "first token", "time of a token"]
+    return markdown([*head, "preempted"], lines)
+
+
 def engine_kind(row: Row) -> tuple[str, str, int]:
     """The rows of a table."""
     return row["vllm"], row["shape"], row["tensor_parallel"]
