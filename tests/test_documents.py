@@ -191,10 +191,10 @@ def test_the_server_on_the_page_of_vllm(generate, monkeypatch):
     monkeypatch.setattr(generate.vllm, "h200_rows", lambda name: rows)
     found = "30.3 | 9,310 | 11.83 s, 14.31 s | 14.4 ms, 42.5 ms"
     assert generate.vllm.server_clients().splitlines()[2:] == [
-        f"| 512 at a time | bf16 | {found} | 1,988 of 2,048 |",
-        f"| 512 at a time | k5v4u | {found} | 0 of 2,048 |",
-        f"| 512 at most, 25 requests/s come | k5v4u | {found} | 0 of 2,048 |",
-        f"| 64 at a time | k5v4u | {found} | 0 of 2,048 |",
+        f"| 512 at a time | bf16 | {found} | 1,988 in 2,048 requests |",
+        f"| 512 at a time | k5v4u | {found} | 0 in 2,048 requests |",
+        f"| 512 at most, 25 requests/s come | k5v4u | {found} | 0 in 2,048 requests |",
+        f"| 64 at a time | k5v4u | {found} | 0 in 2,048 requests |",
     ]
 
 

@@ -157,11 +157,11 @@ constexpr const char* few_rows(int limit) {
 
 // A mixed call: which sequences are split-KV's, in blocks of at most `limit` rows.
 //
-// A block with more rows takes longer for each sequence: one of 16 rows up to twice as long as one of 4. So decode steps
-// have the smallest block that holds a query, whatever else is in the call. Sequences of more queries, such as drafts,
-// have a second launch, unless the host can tell that there are none: it knows the mean number of queries of all
-// sequences but the longest. Prompts raise that, too; the second launch then finds nothing to do, which takes less time
-// than larger blocks for all or row tiles for drafts.
+// A block with more rows takes longer for each sequence: one of 16 rows up to twice as long as one of 4. So decode
+// steps have the smallest block that holds a query, whatever else is in the call. Sequences of more queries, such as
+// drafts, have a second launch, unless the host can tell that there are none: it knows the mean number of queries of
+// all sequences but the longest. Prompts raise that, too; the second launch then finds nothing to do, which takes less
+// time than larger blocks for all or row tiles for drafts.
 struct MixedQueries {
   int64_t few, most;  // as few_queries and split_kv_queries of AttentionChoice
 };

@@ -177,12 +177,12 @@ def server_clients() -> str:
             f"{row['tokens_s']:,.0f}",
             f"{row['first_ms'] / 1000:.2f} s, {row['first_p99_ms'] / 1000:.2f} s",
             f"{row['token_ms']:.1f} ms, {row['token_p99_ms']:.1f} ms",
-            f"{row['preempted']:,} of {row['requests']:,}",
+            f"{row['preempted']:,} in {row['requests']:,} requests",
         ]
         for row in sorted(h200_rows("h200_vllm_serve"), key=order)
     ]
     head = ["clients", "cache", "requests/s", "tokens/s", "first token", "time of a token"]
-    return markdown([*head, "preempted"], lines)
+    return markdown([*head, "preemptions"], lines)
 
 
 def engine_kind(row: Row) -> tuple[str, str, int]:

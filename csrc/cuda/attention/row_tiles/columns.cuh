@@ -1,5 +1,5 @@
-// Which columns of a row of scores are certain keys of a tile, as bits: bit 2 n + h stands for the thread's column (n, h)
-// (consumer.cuh).
+// Which columns of a row of scores are certain keys of a tile, as bits: bit 2 n + h stands for the thread's column
+// (n, h), see consumer.cuh.
 #pragma once
 
 #include <cstdint>
