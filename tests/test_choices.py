@@ -171,6 +171,36 @@ def test_mixed_batches():
     assert choice(512, 61, 572, device="A100")[0] == "general"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "group", "smallest", "second"),
+    [
+        (128, 4, 1, (1, 4)),  # 255 decode steps have blocks of 4 rows
+        (128, 1, 4, (4, 16)),
+        (128, 3, 1, (1, 5)),
+        (128, 5, 1, (1, 3)),
+        (128, 8, 1, (1, 2)),
+        (128, 9, 1, (0, 1)),  # 16 rows hold one query
+        (128, 16, 1, (0, 1)),
+        (64, 4, 1, (1, 4)),
+        (256, 4, 1, (1, 2)),
+        (256, 8, 1, (0, 1)),
+        (256, 12, 1, (0, 2)),  # several blocks of the same 8 rows
+        (256, 32, 1, (0, 1)),
+        (32, 4, 2, (0, 2)),  # no block has fewer rows than 8
+        (32, 1, 8, (0, 8)),
+    ],
+)
+def test_who_is_short_in_a_mixed_call(native, head_dim, group, smallest, second):
+    """Decode steps beside one prompt have the smallest block, beside several a launch of their own
+    if drafts would take another one."""
+    alone = native.mixed_queries(head_dim, group, 200, 61, 260)
+    assert alone == (0, smallest)
+    assert native.mixed_queries(head_dim, group, 200, 61, 261) == second
+    assert native.mixed_queries(head_dim, group, 200, 259, 255 + 4 * 161) == second
+    assert native.mixed_queries(head_dim, group, 200, 61, 230) == alone  # some have no query
+    assert native.mixed_queries(head_dim, group, 200, 1, 300) == alone  # padding
+
+
 def test_other_calls_of_attention():
     call = {"q_heads": 32, "kv_heads": 8, "preset": "k5v4u"}
 

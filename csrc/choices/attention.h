@@ -71,6 +71,9 @@ constexpr int split_kv_block_rows(int head_dim) {
   return head_dim == 64 || head_dim == 128 ? 16 : head_dim <= 256 ? 8 : 4;
 }
 
+// The rows of its smallest block. Below 64 channels blocks of four rows are not worth their bytes in the library.
+constexpr int split_kv_least_rows(int head_dim) { return head_dim < 64 ? 8 : 4; }
+
 // The most rows of a sequence that split-KV takes, in one block or several. row_tiles: whether row tiles can take the
 // call. They take as long for one row as for 64, and are faster than two blocks of 16 rows or five of 8. The general
 // kernel takes as long as about nine blocks.
@@ -159,19 +162,20 @@ constexpr const char* few_rows(int limit) {
 //
 // A block with more rows takes longer for each sequence: one of 16 rows up to twice as long as one of 4. So decode
 // steps have the smallest block that holds a query, whatever else is in the call. Sequences of more queries, such as
-// drafts, have a second launch, unless the host can tell that there are none: it knows the mean number of queries of
-// all sequences but the longest. Prompts raise that, too; the second launch then finds nothing to do, which takes less
-// time than larger blocks for all or row tiles for drafts.
+// drafts, have a second launch, unless all sequences but the longest have one query each on average. Several prompts
+// raise that average, too; the second launch then finds nothing to do, which takes less time than larger blocks for all
+// or row tiles for drafts.
 struct MixedQueries {
   int64_t few, most;  // as few_queries and split_kv_queries of AttentionChoice
 };
 constexpr MixedQueries split_kv_queries_of_mixed(const AttentionShape& shape, int limit) {
-  int rows = 4;
+  int rows = split_kv_least_rows(shape.head_dim);
   while (rows < limit && rows < shape.group) rows *= 2;
   const int64_t few = rows / shape.group, most = limit / shape.group;
-  const bool only_few = shape.tokens - shape.max_q_len <= few * (shape.seqs - 1);
-  if (only_few || few == most) return {0, few};
-  return {few, most};
+  const bool one_query_each = shape.seqs == 1 || shape.tokens - shape.max_q_len <= shape.seqs - 1;
+  if (one_query_each) return {0, few};
+  const bool same_block = few == most || rows >= split_kv_block_rows(shape.head_dim);
+  return same_block ? MixedQueries{0, most} : MixedQueries{few, most};
 }
 
 }  // namespace choices
@@ -180,8 +184,8 @@ constexpr MixedQueries split_kv_queries_of_mixed(const AttentionShape& shape, in
 //   rows <= limit                split-KV: one launch, with blocks of up to 16 or 8 rows
 //   else, and every sequence     key tiles up to 32 rows, else row tiles: one launch. It must be so where tokens =
 //   has more than the limit      seqs * max_q_len, or where one query has more rows than the limit
-//   else                         split-KV and one of these: the lengths are on the device, so both kernels are
-//                                launched, and each skips the sequences of the other one
+//   else                         split-KV, once or twice (MixedQueries), and one of these: the lengths are on the
+//                                device, so all are launched, and each skips the sequences of the others
 // Where row tiles cannot take the call, the general kernel takes all that has more rows than the limit; where split-KV
 // cannot, row tiles take all, or else the general kernel.
 constexpr AttentionChoice choose_attention(const AttentionShape& shape, const DeviceFacts& device) {

@@ -1,5 +1,5 @@
-// paged_attention, store_and_attend: describes a call for the kernels (attention/arguments.cuh) and launches the one or
-//   the two that choices/attention.h chooses, behind the store.
+// paged_attention, store_and_attend: describes a call for the kernels (attention/arguments.cuh) and launches those that
+//   choices/attention.h chooses, behind the store.
 // merge_attention: joins the attention of the same queries over two disjoint sets of keys.
 #include <optional>
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #define TURBOQUANT_LEVEL portable
+#include "choices/attention.h"
 #include "cpu/kernels/hadamard.h"
 #include "cpu/kernels/pack.h"
 #include "format.h"
@@ -138,6 +139,24 @@ PYBIND11_MODULE(turboquant_native, m) {
     Bytes codes(d);
     cpu::unpack(packed.data(), codes.mutable_data(), 1, d, bits);
     return codes;
+  });
+
+  // Of a mixed call on an H200: few_queries and split_kv_queries of the choice.
+  m.def("mixed_queries", [](int head_dim, int64_t group, int64_t max_q_len, int64_t seqs, int64_t tokens) {
+    using namespace turboquant;
+    const AttentionShape shape{.head_dim = head_dim,
+                               .keys = choices::kUniform4,
+                               .values = choices::kUniform4,
+                               .group = group,
+                               .max_q_len = max_q_len,
+                               .seqs = seqs,
+                               .tokens = tokens,
+                               .dtype = Dtype::kBFloat16,
+                               .has_exact = true};
+    const DeviceFacts h200{9, 0, 132, 227 << 10, 228 << 10, true};
+    const AttentionChoice choice = choose_attention(shape, h200);
+    require(choice.kernel == AttentionKernel::kSplitKvAndRowTiles, "the call is not mixed");
+    return std::tuple(choice.few_queries, choice.split_kv_queries);
   });
 
   // Section 8, with the names of torch_turboquant.format.

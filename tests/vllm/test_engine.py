@@ -7,6 +7,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make vllm")
 
 from tests.vllm.harness import ON_GPU, engine, generate, metric, outputs, prompt, save_llama
 from tests.vllm.reference import Reference
+from torch_turboquant.integrations.engine import prompts as prompts_of_engines
 
 TOKENS = 16
 # How sequences meet in a step is no matter of codes, and on a GPU many codes tell more.
@@ -101,8 +102,9 @@ def test_prompts_in_chunks(model, exact_steps):
 
 
 @pytest.mark.parametrize("chunk", [600, 1100])
-def test_long_prompts_in_chunks(model, chunk):
-    """GPUs decode the pages of such chunks and leave them to FlashAttention."""
+def test_long_prompts_in_chunks(model, monkeypatch, chunk):
+    """GPUs leave new prompts and such chunks, whose pages they decode, to FlashAttention."""
+    monkeypatch.setattr(prompts_of_engines, "LONG_CHUNK_ROWS", 4 * 512)  # 512 tokens of this model
     folder, llama = model
     reference = Reference(llama, PRESET)
     prompts = [prompt(n, seed=n) for n in (1500, 30, 1300)]

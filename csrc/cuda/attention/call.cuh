@@ -29,7 +29,7 @@ struct Attention {
   int64_t table_stride;        // from one row of block_table to the next, in elements
   int seqs, max_pages, max_q_len;
   int room;  // tokens that a row of block_table has pages for
-  // split-KV and key tiles leave sequences with more queries, or with fewer, to another kernel
+  // split-KV and key tiles leave sequences with more queries, or with fewer, to another launch
   int most_queries, least_queries;
   int sliding_window;  // 0: none
 

@@ -33,8 +33,7 @@ KernelEntry find_kernel(int pair, int rows) {
   const CodeFacts codes = facts_of_pair<D>(pair, std::make_integer_sequence<int, kSplitKvNumPairs>{});
   // The most products of four rows. More would not fit into registers, or would rarely be used.
   constexpr int kMost = split_kv_block_rows(D) / 4;
-  // Below 64 channels blocks of four rows are not worth their bytes in the library.
-  if constexpr (D >= 64) {
+  if constexpr (split_kv_least_rows(D) == 4) {
     if (rows <= 4 || kMost == 1) return kernel_entry<D, 1>(codes);
   }
   if (rows <= 8 || kMost == 2) return kernel_entry<D, std::min(kMost, 2)>(codes);

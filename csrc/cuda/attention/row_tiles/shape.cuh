@@ -175,9 +175,11 @@ struct Task : Item {
 // What the warps of a block of chunks tell each other, beside Notes.
 struct ChunkNotes {
   uint64_t task_full[kItems], task_empty[kItems];
-  uint64_t expanded[kItems];  // all that a task expands, so that tiles can be copied again
-  uint64_t copied;            // all tiles of a task, so that the next one can be taken
-  bool any;                   // whether there are long sequences
+  // All that a task expands, so that tiles can be copied again. One for each task that is known ahead: warps that
+  // multiply may be done with the next task before a warp that copies has looked.
+  uint64_t expanded[kItems];
+  uint64_t copied;  // all tiles of a task, so that the next one can be taken
+  bool any;         // whether there are long sequences
   Task tasks[kItems];
   LongSequence sequences[kMaxLong];
 
