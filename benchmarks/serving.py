@@ -28,7 +28,7 @@ import numpy as np
 
 WARM = 0.1  # of the time that is measured passes before
 TURNS = 16  # after so many a conversation begins again, so that it does not outgrow the model
-LONGEST = 1024  # tokens of a prompt of the mix, and of an answer
+LONGEST = make_requests.LONGEST  # tokens of a prompt of the mix, and of an answer
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Clients:
         self.asked = 0
         drawn = 4 * self.load.clients
         mix = make_requests.lengths
-        self.prompts = mix(self.random, drawn, 161, LONGEST)
-        self.answers = mix(self.random, drawn, 338, LONGEST)
+        self.prompts = mix(self.random, drawn, make_requests.PROMPT, LONGEST)
+        self.answers = mix(self.random, drawn, make_requests.ANSWER, LONGEST)
         self.earlier: list[list[int]] = []
         self.opening = [self._new_prompt(number) for number in range(self.load.clients)]
 
@@ -121,7 +121,7 @@ class Clients:
         if self.load.kind != "mix":
             return self._words(self.load.context)
         prompt = self._words(self.prompts[number % len(self.prompts)])
-        if self.earlier and self.random.random() < 1 / 3:
+        if self.earlier and self.random.random() < 1 / make_requests.TURNS:
             before = self.earlier[int(self.random.integers(len(self.earlier)))]
             prompt = [*before, *prompt] if len(before) + len(prompt) <= LONGEST else prompt
         self.earlier.append(prompt)

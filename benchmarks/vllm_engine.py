@@ -21,6 +21,16 @@ import serving
 import torch
 from engines import Engine, make_prompts
 
+ENVIRONMENT = {  # of every process of vLLM
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # greedy: nothing is sampled
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "PYTHONUNBUFFERED": "1",
+}
 THEIRS = "turboquant_"  # how vLLM's own presets begin
 STEPS, FULL_STEPS, SLOW_STEPS = 96, 40, 24
 ACCEPTED = 2.5  # tokens of a step that verifies drafts, on average

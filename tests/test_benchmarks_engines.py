@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -345,7 +346,7 @@ def test_the_tokenizer_of_a_server_has_a_token_for_each_word(tmp_path):
         assert len(found.encode(one["prompt"]).ids) == len(one["prompt"].split())
 
 
-def test_what_a_server_says_about_itself(monkeypatch):
+def test_what_a_server_says_about_itself():
     bench = load_script("benchmarks/bench_vllm_serve.py")
     page = (
         "# HELP vllm:num_preemptions_total Cumulative number\n"
@@ -353,11 +354,11 @@ def test_what_a_server_says_about_itself(monkeypatch):
         'vllm:num_preemptions_total{engine="1",model_name="model"} 3.0\n'
         'vllm:cache_config_info{block_size="64",cache_dtype="auto",num_gpu_blocks="3360"} 1.0\n'
     )
-    monkeypatch.setattr(bench, "ask", lambda arguments, name: page)
-    assert bench.metric(None, "vllm:num_preemptions_total") == 15
-    assert bench.cache_tokens(None) == 64 * 3360
-    monkeypatch.setattr(bench, "ask", lambda arguments, name: "")
+    server = SimpleNamespace(text=lambda name: page)
+    assert bench.metric(server, "vllm:num_preemptions_total") == 15
+    assert bench.cache_tokens(server) == 64 * 3360
+    silent = SimpleNamespace(text=lambda name: "")
     with pytest.raises(RuntimeError, match="does not say how large its cache is"):
-        bench.cache_tokens(None)
+        bench.cache_tokens(silent)
     with pytest.raises(RuntimeError, match="does not say its vllm:num_preemptions_total"):
-        bench.metric(None, "vllm:num_preemptions_total")
+        bench.metric(silent, "vllm:num_preemptions_total")

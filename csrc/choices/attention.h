@@ -174,7 +174,7 @@ constexpr MixedQueries split_kv_queries_of_mixed(const AttentionShape& shape, in
   const int64_t few = rows / shape.group, most = limit / shape.group;
   const bool one_query_each = shape.seqs == 1 || shape.tokens - shape.max_q_len <= shape.seqs - 1;
   if (one_query_each) return {0, few};
-  const bool same_block = few == most || rows >= split_kv_block_rows(shape.head_dim);
+  const bool same_block = rows >= split_kv_block_rows(shape.head_dim);
   return same_block ? MixedQueries{0, most} : MixedQueries{few, most};
 }
 

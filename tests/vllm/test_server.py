@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,7 +14,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make vllm")
 pytest.importorskip("uvicorn", reason="needs what vLLM's server needs: make vllm")
 
 from tests.helpers import load_script
-from tests.server import events, started
+from tests.server import at_once, events, started
 from tests.vllm.harness import MEMORY, ON_GPU, prompt, save_llama
 from tests.vllm.reference import Reference
 
@@ -59,12 +58,17 @@ def answer(server, prompt):
     return server.ask("v1/completions", **question(prompt))["choices"][0]["token_ids"]
 
 
+def settled(server, prompt):
+    """An answer that finds pages in the prefix cache, whatever has been asked before."""
+    answer(server, prompt)
+    return answer(server, prompt)
+
+
 def test_answers_to_several_clients(server, model):
     """The tokens that the same codes give without vLLM."""
     prompts = [prompt(n, seed=n) for n in (5, 40, 33, 90)]
     reference = Reference(model[1], PRESET)
-    with ThreadPoolExecutor(len(prompts)) as clients:
-        answers = list(clients.map(lambda p: answer(server, p), prompts))
+    answers = at_once(lambda p: answer(server, p), prompts)
     for p, found in zip(prompts, answers, strict=True):
         reference.check(p, found)
 
@@ -80,8 +84,7 @@ def test_streams(server):
 
 def number(server, name):
     """The sum of a number that the server counts."""
-    with server.open("metrics") as page:
-        found = re.findall(rf"^{name} (\S+)$", page.read().decode(), re.MULTILINE)
+    found = re.findall(rf"^{name} (\S+)$", server.text("metrics"), re.MULTILINE)
     assert found
     return sum(map(float, found))
 
@@ -89,9 +92,7 @@ def number(server, name):
 def test_clients_that_leave(server):
     """Their pages are others' afterwards, and no request is left."""
     prompts = [prompt(n, seed=200 + n) for n in (20, 70)]
-    for p in prompts:
-        answer(server, p)
-    right = [answer(server, p) for p in prompts]  # from the prefix cache, as in the end
+    right = [settled(server, p) for p in prompts]
     tokens = "vllm:generation_tokens_total\\{.*\\}"
     before = number(server, tokens)
     for _ in range(4):
@@ -100,7 +101,7 @@ def test_clients_that_leave(server):
         for stream in streams:
             assert stream.readline().startswith(b"data: ")
             stream.close()
-    assert [answer(server, p) for p in prompts] == right
+    assert [settled(server, p) for p in prompts] == right
     end = time.monotonic() + 60
     while number(server, "vllm:num_requests_running\\{.*\\}"):
         assert time.monotonic() < end
