@@ -65,6 +65,7 @@ ENVIRONMENT = {
     "NO_PROXY": "127.0.0.1",
 }
 EACH = 4  # requests of a client
+INTERVAL = 8  # tokens that a message to a client has, but for the first one
 SIZES = {
     "cuda": {"kv_gib": 8.0, "shape": "8b", "loads": LOADS, "each": EACH},
     "cpu": {"kv_gib": 0.02, "shape": "tiny", "loads": "mix8", "each": 2},
@@ -132,7 +133,8 @@ def flags(config: str, model: Path, arguments: Any) -> list[str]:
         *("--model", str(model), "--load-format", "dummy", "--dtype", "bfloat16"),
         *("--max-model-len", str(2 * make_requests.LONGEST + 64), "--max-num-seqs", str(most)),
         *("--kv-cache-memory-bytes", str(int(arguments.kv_gib * 2**30)), "--seed", "0"),
-        *("--served-model-name", "model", *arguments.server_flags.split()),
+        *("--served-model-name", "model", "--stream-interval", str(arguments.interval)),
+        *arguments.server_flags.split(),
     ]
     if config in ("bf16", "fp8"):
         if arguments.cuda:
@@ -219,12 +221,14 @@ def rows_of(config: str, model: Path, arguments: Any, folder: Path) -> Iterator[
             "shape": arguments.shape,
             "cache_gib": arguments.kv_gib,
             "cache_tokens": cache_tokens(server),
+            "stream_interval": arguments.interval,
         }
         for number, load in enumerate(arguments.loads):
             requests = model / "requests.json"  # no load finds another one's prompts in a cache
             write_requests(requests, arguments.each * load.clients, seed=number)
             clients = folder / f"clients_{config}_{load.text.replace('@', '_')}.log"
             name = f"serve {version} {config} {load.text} {arguments.kv_gib:g} GiB"
+            name += f" every {arguments.interval}" if arguments.interval > 1 else ""
             found = serve(server, load, requests, model, arguments, clients)
             yield {"row": name, **facts, "point": load.text, **found}
 
@@ -236,6 +240,9 @@ def main() -> None:
     options.add_argument("--shape", choices=engines.SHAPES, help="default: 8b; on a CPU tiny")
     options.add_argument("--kv-gib", type=float, help="of the cache; default: 8")
     options.add_argument("--each", type=int, help=f"requests of a client; default: {EACH}")
+    options.add_argument(
+        "--interval", type=int, default=INTERVAL, help="tokens of a message; default: %(default)s"
+    )
     options.add_argument("--server-flags", default="", help="more flags of `vllm serve`")
     options.add_argument("--limit", type=float, default=600, help="seconds of a start and a load")
     options.add_argument("--out", type=Path, help="folder of the result file and all output")

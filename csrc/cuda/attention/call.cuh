@@ -76,6 +76,10 @@ struct Attention {
     const int first = min(max(read(query_begin + s, early), 0), tokens);
     return {first, min(max(min(read(query_begin + s + 1, early), tokens) - first, 0), max_q_len)};
   }
+  // Whether a launch of split-KV or of key tiles takes a sequence with so many queries.
+  __device__ __forceinline__ bool takes(int queries) const {
+    return queries <= most_queries && queries >= least_queries;
+  }
   __device__ __forceinline__ int first_query(int s) const { return queries_of(s).first; }
   __device__ __forceinline__ int num_queries(int s) const { return queries_of(s).count; }
   // The number of tokens of sequence s, which has so many queries, limited to those that block_table has room for;

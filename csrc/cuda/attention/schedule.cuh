@@ -49,8 +49,7 @@ __device__ __forceinline__ SequenceWork work_of_sequence(const Attention& a, con
                                                          bool early) {
   SequenceWork x;
   const Attention::Queries queries = a.queries_of(s, early);
-  const bool taken = queries.count <= a.most_queries && queries.count >= a.least_queries;
-  x.first_query = queries.first, x.queries = taken ? queries.count : 0;
+  x.first_query = queries.first, x.queries = a.takes(queries.count) ? queries.count : 0;
   x.length = a.length(s, queries.count, early);
   x.blocks = ceil_div(x.queries * a.group, ROWS);
   x.tail = a.tail_of(s, x.length, early);

@@ -20,11 +20,13 @@ namespace turboquant::cuda::row_tiles {
 template <class S>
 class PromptList {
  public:
-  __device__ __forceinline__ PromptList(const Attention& a, const Plan& plan) : a_(a), plan_(plan) {
-    const int each = ceil_div(a.seqs, 32);
-    mine_ = static_cast<int>(threadIdx.x % 32) * each, behind_ = min(mine_ + each, a.seqs);
+  __device__ __forceinline__ PromptList(const Attention& a, const Plan& plan)
+      : a_(a), plan_(plan), mine_(a, plan, true) {
 #pragma unroll 1
-    for (int s = mine_; s < behind_; ++s) own_items_ += items(s);
+    for (int i = 0, s = mine_.first; i < mine_.count; ++i) {
+      if (i > 0) s = mine_.next(s);
+      own_items_ += items(s);
+    }
     items_before_ = sum_of_lanes_before(own_items_), total_ = sum_of_lanes(own_items_);
   }
 
@@ -37,9 +39,9 @@ class PromptList {
     }
     i -= items_before_;
     if (i < 0 || i >= own_items_) return false;
-    Item x{.sequence = mine_, .parts = 1};
+    Item x{.sequence = mine_.first, .parts = 1};
 #pragma unroll 1
-    for (int n; i >= (n = items(x.sequence)); ++x.sequence) i -= n;
+    for (int n; i >= (n = items(x.sequence)); x.sequence = mine_.next(x.sequence)) i -= n;
     x.queries = a_.num_queries(x.sequence), x.length = a_.length(x.sequence, x.queries);
     x.first_query = a_.first_query(x.sequence), x.new_begin = x.length - x.queries;
     const int rows = x.queries * plan_.group, blocks = ceil_div(rows, S::kRows);
@@ -61,12 +63,13 @@ class PromptList {
 
  private:
   __device__ __forceinline__ int items(int s) const {
-    return takes<S>(a_, plan_, s) ? ceil_div(a_.num_queries(s) * plan_.group, S::kRows) * a_.kv_heads : 0;
+    return ceil_div(a_.num_queries(s) * plan_.group, S::kRows) * a_.kv_heads;
   }
 
   const Attention& a_;
   const Plan& plan_;
-  int mine_, behind_, own_items_ = 0, items_before_, total_;
+  const LaneSequences<S> mine_;
+  int own_items_ = 0, items_before_, total_;
 };
 
 template <class S>

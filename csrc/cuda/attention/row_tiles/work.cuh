@@ -85,6 +85,53 @@ __device__ __forceinline__ bool any_work(const Attention& a, const Plan& plan) {
   return __syncthreads_or(any);
 }
 
+// The sequences that this kernel takes, in their order and in equal shares for the lanes of a warp. If lanes shared the
+// numbers of all sequences instead, the few prompts behind many decode steps would be the work of one lane. All lanes
+// call the constructor; works: as of WorkList.
+template <class S>
+class LaneSequences {
+ public:
+  int first = 0, count = 0;  // the lane's first one, and how many it has
+
+  __device__ __forceinline__ LaneSequences(const Attention& a, const Plan& plan, bool works) : a_(a), plan_(plan) {
+    if (!works) return;
+    int all = 0, before = 0;
+    for_each_32([&](int, unsigned taken) { all += __popc(taken); });
+    const int each = ceil_div(all, 32), mine = static_cast<int>(threadIdx.x % 32) * each;
+    count = max(min(all - mine, each), 0);
+    for_each_32([&](int from, unsigned taken) {
+      const int here = __popc(taken);
+      if (before <= mine && mine < before + here) {
+#pragma unroll 1
+        for (int i = before; i < mine; ++i) taken &= taken - 1;
+        first = from + __ffs(static_cast<int>(taken)) - 1;
+      }
+      before += here;
+    });
+  }
+  // The one behind sequence s. There must be one: only a caller that changes lengths meanwhile can make this find none.
+  __device__ __forceinline__ int next(int s) const {
+    do {
+      ++s;
+    } while (s < a_.seqs - 1 && !takes<S>(a_, plan_, s));
+    return s;
+  }
+
+ private:
+  // f(the first of 32 sequences, which of them are taken)
+  template <typename F>
+  __device__ __forceinline__ void for_each_32(F&& f) const {
+#pragma unroll 1
+    for (int from = 0; from < a_.seqs; from += 32) {
+      const int s = from + static_cast<int>(threadIdx.x % 32);
+      f(from, __ballot_sync(0xffffffff, s < a_.seqs && takes<S>(a_, plan_, s)));
+    }
+  }
+
+  const Attention& a_;
+  const Plan& plan_;
+};
+
 // The number of the next of `total` items, for all lanes of a warp. Each block asks once more and gets nothing, so the
 // counter's last step brings it back to 0.
 __device__ __forceinline__ int next_item(uint32_t* counter, int total) {
@@ -105,18 +152,17 @@ template <class S>
 class WorkList {
  public:
   // works: false where another warp hands out items.
-  __device__ __forceinline__ WorkList(const Attention& a, const Plan& plan, bool works) : a_(a), plan_(plan) {
+  __device__ __forceinline__ WorkList(const Attention& a, const Plan& plan, bool works)
+      : a_(a), plan_(plan), mine_(a, plan, works) {
     if (!works) return;
-    const int each = ceil_div(a.seqs, 32), lane = threadIdx.x % 32, grid = static_cast<int>(gridDim.x);
-    mine_ = lane * each, behind_ = min(mine_ + each, a.seqs);
-    Search search{grid};
+    Search search{static_cast<int>(gridDim.x)};
     int items, slots;
     do {  // the first time size_ is 0, which counts uncut tiles of rows
       int tiles = 0, most = 0;
       items = slots = 0;
 #pragma unroll 1
-      for (int s = mine_; s < behind_; ++s) {
-        const Extent& x = extent(s);
+      for (int i = 0; i < mine_.count; ++i) {
+        const Extent& x = extent(i);
         const int n = size_ > 0 ? parts(x) : 1;
         items += n * x.segments, slots += n > 1 ? n * x.segments : 0;
         tiles += x.segments * x.mean, most = max(most, x.most);
@@ -135,20 +181,20 @@ class WorkList {
       return threadIdx.x % 32 == 0;
     }
     if (index < items_before_ || index >= items_before_ + own_items_) return false;
-    int before = items_before_, slot = slots_before_, s = mine_, n;
-    for (;; ++s) {
-      const Extent& x = extent(s);
+    int before = items_before_, slot = slots_before_, number = 0, n;
+    for (;; ++number) {
+      const Extent& x = extent(number);
       n = parts(x);
       if (index < before + n * x.segments) break;
       before += n * x.segments, slot += n > 1 ? n * x.segments : 0;
     }
-    const Extent& x = known_[s % kKnown];
+    const Extent& x = known_[number % kKnown];
     const int i = index - before, heads = heads_at_once<S>(x.most, a_.kv_heads), of_heads = heads * x.blocks * n;
     const int first_head = quotient(i, of_heads) * heads, others = min(heads, a_.kv_heads - first_head);
     const int in_heads = i - first_head * x.blocks * n, block = quotient(in_heads, others * n);
     const int in_block = in_heads - block * others * n, head = quotient(in_block, n);
     Item item;
-    const int tiles = describe<S>(a_, plan_.group, s, x.blocks - 1 - block, item);
+    const int tiles = describe<S>(a_, plan_.group, x.sequence, x.blocks - 1 - block, item);
     item.head = first_head + head, item.part = in_block - head * n, item.parts = n;
     item.slot = slot + (item.head * x.blocks + block) * n;
     item.begin = static_cast<int>(int64_t{tiles} * item.part / n);
@@ -162,18 +208,19 @@ class WorkList {
 
   static constexpr int kKnown = 4;
   struct Extent {
-    int sequence = -1;
-    int blocks, segments;  // tiles of rows of a head, and of all heads
-    int most, mean;        // key tiles of a tile of rows
+    int number = -1, sequence;  // of the lane's sequences; of all
+    int blocks, segments;       // tiles of rows of a head, and of all heads
+    int most, mean;             // key tiles of a tile of rows
   };
-  // Kept for the next time: of up to 128 sequences a lane has four.
-  __device__ __forceinline__ const Extent& extent(int s) {
-    Extent& x = known_[s % kKnown];
-    if (s != x.sequence) x = find_extent(s);
-    return x;
+  // Of the lane's sequence `number`; the one before, if there is one, was asked for just before. Kept for the next
+  // time: of up to 128 sequences a lane has four.
+  __device__ __forceinline__ const Extent& extent(int number) {
+    Extent& x = known_[number % kKnown];
+    if (number == x.number) return x;
+    const int s = number == 0 ? mine_.first : mine_.next(known_[(number - 1) % kKnown].sequence);
+    return x = find_extent(number, s);
   }
-  __device__ __forceinline__ Extent find_extent(int s) const {
-    if (!takes<S>(a_, plan_, s)) return {s, 0, 0, 0, 0};
+  __device__ __forceinline__ Extent find_extent(int number, int s) const {
     const int blocks = ceil_div(a_.num_queries(s) * a_.group, S::kRows);
     int most = 1, sum = 0;
 #pragma unroll 1
@@ -182,7 +229,7 @@ class WorkList {
       const int tiles = describe<S>(a_, plan_.group, s, i * (blocks - 1), x);
       most = max(most, tiles), sum += tiles;
     }
-    return {s, blocks, blocks * a_.kv_heads, most, max(sum / 2, 1)};
+    return {number, s, blocks, blocks * a_.kv_heads, most, max(sum / 2, 1)};
   }
   __device__ __forceinline__ int parts(const Extent& x) const { return ceil_div(x.most, size_); }
 
@@ -227,7 +274,8 @@ class WorkList {
 
   const Attention& a_;
   const Plan& plan_;
-  int mine_, behind_, size_ = 0, total_;
+  LaneSequences<S> mine_;
+  int size_ = 0, total_;
   int own_items_, items_before_, slots_before_;
   Extent known_[kKnown];
 };

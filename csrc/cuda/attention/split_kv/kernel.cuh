@@ -127,6 +127,7 @@ class SplitKvBlock {
       if (i < 0) {
         if (step == kFind) {
           if (!beside_store) wait_for_previous_kernel();
+          if (may_find_nothing() && !any_work()) return false;
           if (few.possible()) {
             few.begin();
             if (few.takes_call(false)) {
@@ -163,6 +164,20 @@ class SplitKvBlock {
       i += kUnitStages;
     }
     return true;
+  }
+
+  // A second launch, for drafts (MixedQueries in choices/attention.h), often has none. All threads look for one, because
+  // the first warp alone would take several times as long to find that it has no share.
+  __device__ __forceinline__ bool may_find_nothing() const { return block_.call.least_queries > 1; }
+  __device__ __forceinline__ bool any_work() const {
+    const Attention& a = block_.call;
+    bool any = false;
+#pragma unroll 1
+    for (int s = static_cast<int>(threadIdx.x); s < a.seqs && !any; s += static_cast<int>(blockDim.x)) {
+      const int queries = a.num_queries(s);
+      any = queries > 0 && a.takes(queries);
+    }
+    return __syncthreads_or(any);
   }
 
   // While the first warp finds the block's share, the others load the signs and levels and clear the padding of the
