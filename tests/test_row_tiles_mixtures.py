@@ -42,6 +42,18 @@ def test_mixtures(name, group):
         check_own(case, sliding_window=90 * i)
 
 
+@pytest.mark.parametrize("kinds", [(1,), (1, 1, 1, 1, 30), (0, 1, 5, 40), (20,)])
+@pytest.mark.parametrize("count", [33, 70, 300, 1100])
+def test_many_sequences(count, kinds):
+    """More than a warp has lanes, and than a block has room to count."""
+    chosen = random.Random(count)
+    q_lens = [chosen.choice(kinds) for _ in range(count)]
+    lengths = [max(q, chosen.randint(1, 150)) for q in q_lens]
+    case = build(tt.preset("k5v4u", 128), lengths, q_lens, tail=True, seed=count)
+    check(case)
+    check_own(case)
+
+
 def test_any_order_gives_the_same_results():
     """Up to roundings: where the work is cut depends on the whole batch."""
     lengths, q_lens = batch(MIXTURES["all sorts"])

@@ -6,6 +6,7 @@
 // warpgroup holds rows 16 w to 16 w + 15 of A and D, in the fragments of common/mma.cuh.
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 
 namespace turboquant::cuda {
@@ -75,8 +76,8 @@ __device__ __forceinline__ void receive(float* d) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
-template <int COUNT>
-__device__ __forceinline__ void receive(int* d) {
+template <int COUNT, std::integral T>
+__device__ __forceinline__ void receive(T* d) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }

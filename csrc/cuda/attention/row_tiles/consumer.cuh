@@ -13,6 +13,7 @@
 #include "cuda/attention/row_tiles/columns.cuh"
 #include "cuda/attention/row_tiles/expansion.cuh"
 #include "cuda/attention/row_tiles/producer.cuh"
+#include "cuda/attention/row_tiles/queries.cuh"
 #include "cuda/attention/row_tiles/rotation.cuh"
 #include "cuda/attention/softmax_math.cuh"
 #include "cuda/codec/transform.cuh"
@@ -97,12 +98,26 @@ class Consumer {
     head = (item_->head - query) * plan_.group + item_->block * S::kRows + row_ + 8 * i;
   }
 
+  // Its channels; null: it does not exist.
+  __device__ __forceinline__ const T* query_row(int i) const {
+    if (!exists(i)) return nullptr;
+    int64_t token;
+    int head;
+    find_row(i, token, head);
+    return static_cast<const T*>(a_.q) + token * a_.q_token_stride + head * a_.q_head_stride;
+  }
+
   // ---- Channels
 
   // Whether octet j of a row has channels, and is not padding.
   __device__ __forceinline__ bool is_real(int j) const { return 8 * j < a_.record.head_dim; }
   // Channel c, or the last one instead of padding: so loads need no branch, and none waits for another.
   __device__ __forceinline__ int readable(int c) const { return min(c, a_.record.head_dim - 1); }
+
+  // Of keys by places, and of values (copy_signs).
+  __device__ __forceinline__ const __half* signs() const {
+    return reinterpret_cast<const __half*>(shared_ + plan_.signs);
+  }
 
   // ---- Queries
 
@@ -116,6 +131,7 @@ class Consumer {
 #pragma unroll
         for (int i = 0; i < 2; ++i) query_[2 * j + i] = word(i, j);
       }
+      receive<kD / 4>(query_);  // else the compiler would move them between products, which then wait for each other
     } else {
       uint8_t* to = queries();
 #pragma unroll
@@ -147,35 +163,30 @@ class Consumer {
   }
   __device__ __forceinline__ void rotate_queries(QueryWords& words) {
     const bool pairs = plan_.key_kind == kPairs;
-    const format::Channels channels = a_.channels.of_head(item_->head, a_.record.head_dim);
+    const int d = a_.record.head_dim;
+    const format::Channels channels = a_.channels.of_head(item_->head, d);
+    const T *const row_0 = query_row(0), *const row_1 = query_row(1);
 #pragma unroll
+    for (int j = 0; j < kD / 8; ++j) words[1][j] = 0;
+    // Row by row with the same instructions, because to fetch one takes longer than to run it. The result of row 0 moves
+    // on when that of row 1 comes.
+#pragma unroll 1
     for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < kD / 8; ++j) words[0][j] = words[1][j];
+      factor_[0] = factor_[1], shift_[0] = shift_[1];
+      const Octets<kD, T> octets(i == 0 ? row_0 : row_1, t_, d);
+      octets.places(pairs, t_, words[1]);
       float y[kD / 4], shift = 0, most = 1e-30f;
-      int64_t token;
-      int head;
-      find_row(i, token, head);
-      const T* q = static_cast<const T*>(a_.q) + token * a_.q_token_stride + head * a_.q_head_stride;
-      const bool real = exists(i);
-#pragma unroll
-      for (int j = 0; j < kD / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int c = channel_at(pairs, j, t_, e);
-          const float x = real ? static_cast<float>(q[readable(c)]) : 0.0f;
-          y[2 * j + e] = is_real(j) ? x : 0.0f;
-        }
-      }
+      floats_of_words<T>(words[1], y);
       if (channels.center) {
-#pragma unroll
-        for (int j = 0; j < kD / 4; ++j) {
-          shift = fmaf(y[j], channels.center[readable(channel_at(pairs, j / 2, t_, j % 2))], shift);
-        }
+        shift = octets.times(channels.center, t_, d);
         shift += __shfl_xor_sync(0xffffffff, shift, 1), shift += __shfl_xor_sync(0xffffffff, shift, 2);
       }
+      apply_signs<kD>(y, signs(), t_);
+      if (channels.inverse) {
 #pragma unroll
-      for (int j = 0; j < kD / 4; ++j) {
-        const int c = readable(channel_at(pairs, j / 2, t_, j % 2));
-        y[j] *= a_.key_signs[c] * (channels.inverse ? channels.inverse[c] : 1.0f);
+        for (int j = 0; j < kD / 4; ++j) y[j] *= channels.inverse[readable(channel_at(pairs, j / 2, t_, j % 2))];
       }
       rotate_row<kD>(y, plan_.split, plan_.norm, t_);
 #pragma unroll
@@ -186,10 +197,10 @@ class Consumer {
       const int exponent = min(max((__float_as_int(most) >> 23) - 126, -100), 126);
       const float down = __int_as_float((127 - exponent) << 23) * (a_.softmax_scale < 0 ? -1.0f : 1.0f);
 #pragma unroll
-      for (int j = 0; j < kD / 8; ++j) words[i][j] = word_of_floats<__half>(y[2 * j] * down, y[2 * j + 1] * down);
+      for (int j = 0; j < kD / 8; ++j) words[1][j] = word_of_floats<__half>(y[2 * j] * down, y[2 * j + 1] * down);
       const float scale = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f);
-      factor_[i] = scale * format::kLevelUnit * __int_as_float((127 + exponent) << 23);
-      shift_[i] = shift * a_.softmax_scale * kLog2E;
+      factor_[1] = scale * format::kLevelUnit * __int_as_float((127 + exponent) << 23);
+      shift_[1] = shift * a_.softmax_scale * kLog2E;
     }
   }
   // Which codes rows see.
@@ -240,19 +251,10 @@ class Consumer {
         if (sign) sync_threads(kGroupBarrier + group_, kWarpgroup);
       }
     } else {
-      const T* q[2];
+      QueryWords words;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        int64_t token;
-        int head;
-        find_row(i, token, head);
-        q[i] = exists(i) ? static_cast<const T*>(a_.q) + token * a_.q_token_stride + head * a_.q_head_stride : nullptr;
-      }
-      lay_out([&](int i, int j) {
-        const int c = min(8 * j + 2 * t_, a_.record.head_dim - 2);
-        const uint32_t word = q[i] ? *reinterpret_cast<const uint32_t*>(q[i] + c) ^ sign : 0u;
-        return is_real(j) ? word : 0u;
-      });
+      for (int i = 0; i < 2; ++i) Octets<kD, T>(query_row(i), t_, a_.record.head_dim).channels(t_, words[i]);
+      lay_out([&](int i, int j) { return words[i][j] ^ sign; });
     }
   }
 
@@ -592,16 +594,18 @@ class Consumer {
   // Sums over codes become sums of values: rotated back, and without the exponent of their tiles.
   __device__ __forceinline__ void leave_rotation() {
     const float scale = format::kLevelUnit * exp2_fast(static_cast<float>(exponent_));
-#pragma unroll
+    // Row by row, as in rotate_queries: twice the same for row 0, and rows change places.
+#pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       float y[kD / 4];
 #pragma unroll
-      for (int j = 0; j < kD / 4; ++j) y[j] = sums_[j / 2 * 4 + 2 * i + j % 2];
+      for (int j = 0; j < kD / 4; ++j) y[j] = sums_[j / 2 * 4 + j % 2];
       rotate_row<kD>(y, plan_.split, plan_.norm, t_);
+      apply_signs<kD>(y, signs() + kD, t_);
 #pragma unroll
       for (int j = 0; j < kD / 4; ++j) {
-        const float sign = a_.value_signs[readable(8 * (j / 2) + 2 * t_ + j % 2)];
-        sums_[j / 2 * 4 + 2 * i + j % 2] = y[j] * (sign * scale);
+        float* const both = sums_ + j / 2 * 4 + j % 2;
+        both[0] = both[2], both[2] = y[j] * scale;
       }
     }
   }

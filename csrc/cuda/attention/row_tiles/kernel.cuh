@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     notes.key_table[threadIdx.x] = table_byte(a.key_levels, a.record.key_width(), threadIdx.x);
     notes.value_table[threadIdx.x] = table_byte(a.value_levels, a.record.value_width(), threadIdx.x);
   }
+  copy_signs<S>(a, plan, shared);
   if (plan.clears) {
     clear_padding<uint32_t>(a, a.record.head_dim / 2, int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
                             int64_t{gridDim.x} * blockDim.x);

@@ -113,7 +113,7 @@ struct Plan {
   float norm;                       // 1 / sqrt(split.block)
   int raw_stages, raw_stride;       // the ring of codes as they come from memory
   int key_stages, value_stages;     // tiles of keys and of values in shared memory, keys first
-  int queries, scales, notes, raw;  // where they start in shared memory, behind the tiles
+  int queries, scales, signs, notes, raw;  // where they start in shared memory, behind the tiles
   int bytes;                        // of shared memory
   Divisor group;                    // query heads of a KV head
   int key_kind, value_kind;         // see expansion.cuh
@@ -194,9 +194,10 @@ constexpr bool lay_out(Plan& p, int limit) {
   p.queries = (p.key_stages + p.value_stages) * S::kTileBytes;
   // __half [warps that expand, keys of a unit]; of chunks [warps that multiply, keys of a tile]
   p.scales = p.queries + S::kQueryBytes;
-  p.notes = p.scales + (S::kPrompts  ? 0
+  p.signs = p.scales + (S::kPrompts  ? 0
                         : S::kChunks ? S::kConsumers / 32 * S::kKeys * 2
                                      : 2 * S::kStreamWarps * kUnitKeys * 2);
+  p.notes = p.signs + (S::kPrompts ? 0 : 2 * S::kDim * 2);  // 16-bit signs of keys and of values
   p.raw = up(p.notes + static_cast<int>(sizeof(Notes)));
   if constexpr (S::kCopies) {
     p.raw_stages = 0, p.bytes = p.raw + (S::kChunks ? static_cast<int>(sizeof(ChunkNotes)) : 0);

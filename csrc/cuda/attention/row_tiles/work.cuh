@@ -221,15 +221,12 @@ class WorkList {
     return x = find_extent(number, s);
   }
   __device__ __forceinline__ Extent find_extent(int number, int s) const {
-    const int blocks = ceil_div(a_.num_queries(s) * a_.group, S::kRows);
-    int most = 1, sum = 0;
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {  // the first tile of rows and the last one
-      Item x;
-      const int tiles = describe<S>(a_, plan_.group, s, i * (blocks - 1), x);
-      most = max(most, tiles), sum += tiles;
-    }
-    return {number, s, blocks, blocks * a_.kv_heads, most, max(sum / 2, 1)};
+    const int queries = a_.num_queries(s), blocks = ceil_div(queries * a_.group, S::kRows);
+    Item last;
+    const int most = max(describe<S>(a_, plan_.group, s, blocks - 1, last), 1);
+    // Earlier tiles of rows see fewer keys, but for a window.
+    const int fewer = a_.sliding_window > 0 ? 0 : max(queries - quotient(S::kRows, plan_.group), 0) / S::kKeys;
+    return {number, s, blocks, blocks * a_.kv_heads, most, max(most - fewer / 2, 1)};
   }
   __device__ __forceinline__ int parts(const Extent& x) const { return ceil_div(x.most, size_); }
 
