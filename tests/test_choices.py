@@ -193,12 +193,27 @@ def test_mixed_batches():
 def test_who_is_short_in_a_mixed_call(native, head_dim, group, smallest, second):
     """Decode steps beside one prompt have the smallest block, beside several a launch of their own
     if drafts would take another one."""
-    alone = native.mixed_queries(head_dim, group, 200, 61, 260)
+    alone = native.split_kv_queries(head_dim, group, 200, 61, 260)
     assert alone == (0, smallest)
-    assert native.mixed_queries(head_dim, group, 200, 61, 261) == second
-    assert native.mixed_queries(head_dim, group, 200, 259, 255 + 4 * 161) == second
-    assert native.mixed_queries(head_dim, group, 200, 61, 230) == alone  # some have no query
-    assert native.mixed_queries(head_dim, group, 200, 1, 300) == alone  # padding
+    assert native.split_kv_queries(head_dim, group, 200, 61, 261) == second
+    assert native.split_kv_queries(head_dim, group, 200, 259, 255 + 4 * 161) == second
+    assert native.split_kv_queries(head_dim, group, 200, 61, 230) == alone  # some have no query
+    assert native.split_kv_queries(head_dim, group, 200, 1, 300) == alone  # padding
+
+
+def test_launches_of_decode_steps_beside_drafts(native):
+    """(few_queries, split_kv_queries) of 4 queries at most, all of which split-KV takes."""
+
+    def launches(group, drafts, seqs=40, head_dim=128):
+        return native.split_kv_queries(head_dim, group, 4, seqs, seqs + 3 * drafts)
+
+    assert launches(4, drafts=8) == launches(4, drafts=30) == (1, 4)
+    assert launches(4, drafts=31) == launches(4, drafts=40) == (0, 4)
+    assert launches(1, drafts=8) == (0, 4)  # one block holds four queries
+    assert launches(2, drafts=8) == (2, 4)
+    assert launches(4, drafts=8, seqs=15) == (0, 4)
+    assert launches(4, drafts=8, head_dim=32) == (0, 4)  # no block has fewer rows than 8
+    assert launches(4, drafts=0) == (1, 4)  # and some have none
 
 
 def test_other_calls_of_attention():

@@ -158,19 +158,26 @@ constexpr const char* few_rows(int limit) {
                        : "at most 16 query rows per KV head";
 }
 
-// A mixed call: which sequences are split-KV's, in blocks of at most `limit` rows.
+// The rows of the smallest block that holds a query, if one of `limit` rows does.
 //
 // A block with more rows takes longer for each sequence: one of 16 rows up to twice as long as one of 4. So decode
-// steps have the smallest block that holds a query, whatever else is in the call. Sequences of more queries, such as
-// drafts, have a second launch, unless all sequences but the longest have one query each on average. Several prompts
-// raise that average, too; the second launch then finds nothing to do, which takes less time than larger blocks for all
-// or row tiles for drafts.
+// steps have the smallest block that holds a query, whatever else is in the call.
+constexpr int least_block_rows(const AttentionShape& shape, int limit) {
+  int rows = split_kv_least_rows(shape.head_dim);
+  while (rows < limit && rows < shape.group) rows *= 2;
+  return rows;
+}
+
+// A mixed call: which sequences are split-KV's, in blocks of at most `limit` rows.
+//
+// Sequences of more queries than decode steps, such as drafts, have a second launch, unless all sequences but the
+// longest have one query each on average. Several prompts raise that average, too; the second launch then finds nothing
+// to do, which takes less time than larger blocks for all or row tiles for drafts.
 struct MixedQueries {
   int64_t few, most;  // as few_queries and split_kv_queries of AttentionChoice
 };
 constexpr MixedQueries split_kv_queries_of_mixed(const AttentionShape& shape, int limit) {
-  int rows = split_kv_least_rows(shape.head_dim);
-  while (rows < limit && rows < shape.group) rows *= 2;
+  const int rows = least_block_rows(shape, limit);
   const int64_t few = rows / shape.group, most = limit / shape.group;
   const bool one_query_each = shape.seqs == 1 || shape.tokens - shape.max_q_len <= shape.seqs - 1;
   if (one_query_each) return {0, few};
@@ -178,10 +185,23 @@ constexpr MixedQueries split_kv_queries_of_mixed(const AttentionShape& shape, in
   return same_block ? MixedQueries{0, most} : MixedQueries{few, most};
 }
 
+// A call that split-KV takes all of: few_queries of AttentionChoice. Decode steps beside drafts have a launch of their
+// own where they are at least a quarter of a batch that is not small. With fewer, one launch more takes longer than they
+// gain, and a call of equal sequences has one in any case.
+constexpr int64_t kLeastApart = 16;  // sequences
+constexpr int64_t few_queries_of_steps(const AttentionShape& shape, int limit) {
+  const int rows = least_block_rows(shape, limit);
+  const bool same_block = shape.max_q_len * shape.group <= rows || rows >= split_kv_block_rows(shape.head_dim);
+  const int64_t drafts = shape.tokens - shape.seqs, most_drafts = shape.seqs * (shape.max_q_len - 1);
+  if (same_block || shape.seqs < kLeastApart || 4 * drafts > 3 * most_drafts) return 0;
+  return rows / shape.group;
+}
+
 }  // namespace choices
 
 // Which kernel takes sequences of how many query rows (max_q_len * group, of a KV head):
-//   rows <= limit                split-KV: one launch, with blocks of up to 16 or 8 rows
+//   rows <= limit                split-KV: one launch, with blocks of up to 16 or 8 rows; decode steps beside drafts may
+//                                have one of their own
 //   else, and every sequence     key tiles up to 32 rows, else row tiles: one launch. It must be so where tokens =
 //   has more than the limit      seqs * max_q_len, or where one query has more rows than the limit
 //   else                         split-KV, once or twice (MixedQueries), and one of these: the lengths are on the
@@ -198,7 +218,8 @@ constexpr AttentionChoice choose_attention(const AttentionShape& shape, const De
   const int64_t rows = shape.max_q_len * shape.group;
   const bool few = rows <= limit;
   if (few && !no_split_kv) {
-    return {Kernel::kSplitKv, choices::few_rows(limit), pair, shape.max_q_len};
+    return {Kernel::kSplitKv, choices::few_rows(limit), pair, shape.max_q_len,
+            choices::few_queries_of_steps(shape, block)};
   }
   if (no_row_tiles) return {Kernel::kGeneral, few ? no_split_kv : no_row_tiles};
   if (no_split_kv) return {Kernel::kRowTiles, no_split_kv};

@@ -141,8 +141,8 @@ PYBIND11_MODULE(turboquant_native, m) {
     return codes;
   });
 
-  // Of a mixed call on an H200: few_queries and split_kv_queries of the choice.
-  m.def("mixed_queries", [](int head_dim, int64_t group, int64_t max_q_len, int64_t seqs, int64_t tokens) {
+  // Of a call on an H200 that split-KV takes all or a part of: few_queries and split_kv_queries of the choice.
+  m.def("split_kv_queries", [](int head_dim, int64_t group, int64_t max_q_len, int64_t seqs, int64_t tokens) {
     using namespace turboquant;
     const AttentionShape shape{.head_dim = head_dim,
                                .keys = choices::kUniform4,
@@ -155,7 +155,8 @@ PYBIND11_MODULE(turboquant_native, m) {
                                .has_exact = true};
     const DeviceFacts h200{9, 0, 132, 227 << 10, 228 << 10, true};
     const AttentionChoice choice = choose_attention(shape, h200);
-    require(choice.kernel == AttentionKernel::kSplitKvAndRowTiles, "the call is not mixed");
+    require(choice.kernel == AttentionKernel::kSplitKvAndRowTiles || choice.kernel == AttentionKernel::kSplitKv,
+            "the call has no row tiles and is not split-KV's alone");
     return std::tuple(choice.few_queries, choice.split_kv_queries);
   });
 

@@ -490,8 +490,8 @@ class ChunkConsumer : Consumer<S, T> {
     if (works) {
       typename Base::QueryWords words;
       if (task.turn == 0) {
-        this->begin_rows();
         this->rotate_queries(words);
+        this->begin_rows();
         if (task.turns > 1) save_queries(words);
       } else {
         if (first_thread()) wait_for_count(counters_.turns + task.state, task.turn);

@@ -68,13 +68,15 @@ class Consumer {
     for (int i = 0; i < 2; ++i) position_[i] = position_of(min(row_ + 8 * i, item_->rows - 1));
   }
   __device__ __forceinline__ void attend() {
-    begin_rows();
     find_positions();
     const int begin = item_->begin, coded_end = min(item_->end, item_->coded_tiles);
     if (!S::kPrompts && begin < coded_end) {
       prepare_rotated();
+      begin_rows();
       pass<false>(begin, coded_end);
       leave_rotation();
+    } else {
+      begin_rows();
     }
     exponent_ = 0;
     const int exact = max(begin, item_->coded_tiles);
@@ -114,10 +116,11 @@ class Consumer {
   // Channel c, or the last one instead of padding: so loads need no branch, and none waits for another.
   __device__ __forceinline__ int readable(int c) const { return min(c, a_.record.head_dim - 1); }
 
-  // Of keys by places, and of values (copy_signs).
-  __device__ __forceinline__ const __half* signs() const {
-    return reinterpret_cast<const __half*>(shared_ + plan_.signs);
+  // Those of values lie behind them.
+  __device__ __forceinline__ const uint16_t* key_signs() const {
+    return reinterpret_cast<const uint16_t*>(shared_ + plan_.signs);
   }
+  __device__ __forceinline__ Rotation<kD> rotation() const { return {plan_.split, plan_.norm, lane_}; }
 
   // ---- Queries
 
@@ -165,42 +168,56 @@ class Consumer {
     const bool pairs = plan_.key_kind == kPairs;
     const int d = a_.record.head_dim;
     const format::Channels channels = a_.channels.of_head(item_->head, d);
-    const T *const row_0 = query_row(0), *const row_1 = query_row(1);
+    const Octets<kD, T> rows[2] = {{query_row(0), t_, d}, {query_row(1), t_, d}};
+    shift_[0] = shift_[1] = 0;
+    if (channels.center) {
 #pragma unroll
-    for (int j = 0; j < kD / 8; ++j) words[1][j] = 0;
-    // Row by row with the same instructions, because to fetch one takes longer than to run it. The result of row 0 moves
-    // on when that of row 1 comes.
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int j = 0; j < kD / 8; ++j) words[0][j] = words[1][j];
-      factor_[0] = factor_[1], shift_[0] = shift_[1];
-      const Octets<kD, T> octets(i == 0 ? row_0 : row_1, t_, d);
-      octets.places(pairs, t_, words[1]);
-      float y[kD / 4], shift = 0, most = 1e-30f;
-      floats_of_words<T>(words[1], y);
-      if (channels.center) {
-        shift = octets.times(channels.center, t_, d);
+      for (int i = 0; i < 2; ++i) {
+        float shift = rows[i].times(channels.center, t_, d);
         shift += __shfl_xor_sync(0xffffffff, shift, 1), shift += __shfl_xor_sync(0xffffffff, shift, 2);
+        shift_[i] = shift * a_.softmax_scale * kLog2E;
       }
-      apply_signs<kD>(y, signs(), t_);
-      if (channels.inverse) {
+    }
+    rows[0].places(pairs, t_, words[0]), rows[1].places(pairs, t_, words[1]);
 #pragma unroll
-        for (int j = 0; j < kD / 4; ++j) y[j] *= channels.inverse[readable(channel_at(pairs, j / 2, t_, j % 2))];
+    for (int j = 0; j < kD / 8; ++j) {
+      const uint32_t signs = signs_of(key_signs(), j, t_);
+      words[0][j] ^= signs, words[1][j] ^= signs;
+    }
+    float y[kD / 2];
+    if (channels.inverse) {
+#pragma unroll
+      for (int j = 0; j < kD / 8; ++j) {
+        floats_of_words<T>({words[0][j], words[1][j]}, y + 4 * j);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float by = channels.inverse[readable(channel_at(pairs, j, t_, h))];
+          y[4 * j + h] *= by, y[4 * j + 2 + h] *= by;
+        }
       }
-      rotate_row<kD>(y, plan_.split, plan_.norm, t_);
+      rotation().begin_floats(y);
+    } else {
+      rotation().template begin_words<T>(words, y);
+    }
+    rotation().finish(y);
+    const float scale = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f);
 #pragma unroll
-      for (int j = 0; j < kD / 4; ++j) most = max_or_nan(most, fabsf(y[j]));
+    for (int i = 0; i < 2; ++i) {
+      float most = 1e-30f;
+#pragma unroll
+      for (int j = 0; j < kD / 8; ++j) {
+        most = max_or_nan(most, max_or_nan(fabsf(y[4 * j + 2 * i]), fabsf(y[4 * j + 2 * i + 1])));
+      }
 #pragma unroll
       for (int bit = 1; bit < 4; bit *= 2) most = max_or_nan(most, __shfl_xor_sync(0xffffffff, most, bit));
       // The power of two above the largest element; NaN and infinity stay what they are.
       const int exponent = min(max((__float_as_int(most) >> 23) - 126, -100), 126);
       const float down = __int_as_float((127 - exponent) << 23) * (a_.softmax_scale < 0 ? -1.0f : 1.0f);
 #pragma unroll
-      for (int j = 0; j < kD / 8; ++j) words[1][j] = word_of_floats<__half>(y[2 * j] * down, y[2 * j + 1] * down);
-      const float scale = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f);
-      factor_[1] = scale * format::kLevelUnit * __int_as_float((127 + exponent) << 23);
-      shift_[1] = shift * a_.softmax_scale * kLog2E;
+      for (int j = 0; j < kD / 8; ++j) {
+        words[i][j] = word_of_floats<__half>(y[4 * j + 2 * i] * down, y[4 * j + 2 * i + 1] * down);
+      }
+      factor_[i] = scale * format::kLevelUnit * __int_as_float((127 + exponent) << 23);
     }
   }
   // Which codes rows see.
@@ -288,12 +305,16 @@ class Consumer {
     pack<EXACT>(scores, weights);
 #pragma unroll 1
     while (++tile < end) {
-      if constexpr (EXACT) guard_values(tile - 1);  // not between products, which must be issued without branches
       wait<EXACT>(notes_.key_full, keys_);
+      // Not between products, which must be issued without branches, and not before that wait: ptxas then serialized all
+      // products of the kernel of prompts (C7520).
+      if constexpr (EXACT) guard_values(tile - 1);
       begin_products();
       multiply_keys<EXACT>(scores);
       commit_products();
       wait<EXACT>(notes_.value_full, values_);
+      receive<S::kSums>(sums_);
+      begin_products();  // once more, because sums may have moved to other registers
       multiply_values<EXACT>(weights);
       commit_products();
       wait_for_products<1>();
@@ -304,6 +325,7 @@ class Consumer {
     if constexpr (S::kPrompts && !S::kQueriesInRegisters) release_queries();
     if constexpr (EXACT) guard_values(end - 1);
     wait<EXACT>(notes_.value_full, values_);
+    receive<S::kSums>(sums_);
     begin_products();
     multiply_values<EXACT>(weights);
     commit_products();
@@ -594,18 +616,14 @@ class Consumer {
   // Sums over codes become sums of values: rotated back, and without the exponent of their tiles.
   __device__ __forceinline__ void leave_rotation() {
     const float scale = format::kLevelUnit * exp2_fast(static_cast<float>(exponent_));
-    // Row by row, as in rotate_queries: twice the same for row 0, and rows change places.
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      float y[kD / 4];
+    rotation().begin_floats(sums_), rotation().finish(sums_);
 #pragma unroll
-      for (int j = 0; j < kD / 4; ++j) y[j] = sums_[j / 2 * 4 + j % 2];
-      rotate_row<kD>(y, plan_.split, plan_.norm, t_);
-      apply_signs<kD>(y, signs() + kD, t_);
+    for (int j = 0; j < kD / 8; ++j) {
+      const uint32_t signs = signs_of(key_signs() + kD, j, t_);
 #pragma unroll
-      for (int j = 0; j < kD / 4; ++j) {
-        float* const both = sums_ + j / 2 * 4 + j % 2;
-        both[0] = both[2], both[2] = y[j] * scale;
+      for (int i = 0; i < 4; ++i) {
+        float& x = sums_[4 * j + i];
+        x = change_sign(x * scale, i % 2 == 0 ? signs << 16 : signs & 0x80000000);
       }
     }
   }

@@ -73,26 +73,23 @@ struct Octets {
   }
 };
 
-// Signs, 1 or -1, in shared memory: [channels] of keys by places of a tile, [channels] of values.
+// Signs in shared memory, as bits that change the sign of a 16-bit element: of keys by places of a tile, [channels], and
+// of values.
 template <class S>
 __device__ __forceinline__ void copy_signs(const Attention& a, const Plan& plan, uint8_t* shared) {
-  __half* const to = reinterpret_cast<__half*>(shared + plan.signs);
+  uint16_t* const to = reinterpret_cast<uint16_t*>(shared + plan.signs);
   const int last = a.record.head_dim - 1;
+  const auto bits = [](float sign) { return static_cast<uint16_t>(sign < 0 ? 0x8000 : 0); };
 #pragma unroll 1
   for (int p = static_cast<int>(threadIdx.x); p < S::kDim; p += static_cast<int>(blockDim.x)) {
-    to[p] = __float2half(a.key_signs[min(channel_at(plan.key_kind == kPairs, p / 8, p % 8 / 2, p % 2), last)]);
-    to[S::kDim + p] = __float2half(a.value_signs[min(p, last)]);
+    to[p] = bits(a.key_signs[min(channel_at(plan.key_kind == kPairs, p / 8, p % 8 / 2, p % 2), last)]);
+    to[S::kDim + p] = bits(a.value_signs[min(p, last)]);
   }
 }
-// Multiplies a thread's part of a row by them.
-template <int D>
-__device__ __forceinline__ void apply_signs(float (&y)[D / 4], const __half* signs, int t) {
-  const __half2* const own = reinterpret_cast<const __half2*>(signs) + t;
-#pragma unroll
-  for (int j = 0; j < D / 8; ++j) {
-    const float2 sign = __half22float2(own[4 * j]);
-    y[2 * j] *= sign.x, y[2 * j + 1] *= sign.y;
-  }
+// Those of a thread's two channels of octet j.
+__device__ __forceinline__ uint32_t signs_of(const uint16_t* signs, int j, int t) {
+  return reinterpret_cast<const uint32_t*>(signs)[4 * j + t];
 }
+__device__ __forceinline__ float change_sign(float x, uint32_t bit) { return __uint_as_float(__float_as_uint(x) ^ bit); }
 
 }  // namespace turboquant::cuda::row_tiles
