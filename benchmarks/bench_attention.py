@@ -27,6 +27,7 @@ The tables, which --only takes by name:
     prompts  prompts from position 0 and behind older tokens, causal, from codes ("own": this call's
              keys and values as they are, by k_new and v_new). bf16: cuDNN where its mask fits,
              flash attention, FlashInfer, and FlashAttention 3 where it is installed.
+    prefixes several short prompts whose beginnings are in the cache; bf16 as for prompts
     ragged   sequences of different or few tokens. "of_uniform" is the bandwidth in units of that of
              a uniform batch of as many bytes, timed by turns: sequences of 8,192 tokens with 32/8
              heads and the same q_len, as many as come closest.
@@ -93,8 +94,9 @@ class Case:
         """The contenders in bf16 and fp8."""
         if self.shape.mixed:
             return MIXED
-        tables = {"steps": STEPS, "prompts": PROMPTS, "dims_prompts": PROMPTS, "cold": COLD}
-        return tables.get(self.table, FIVE)
+        if "prompts" in self.table or self.table == "prefixes":
+            return PROMPTS
+        return {"steps": STEPS, "cold": COLD}.get(self.table, FIVE)
 
     def parts(self) -> list[Case]:
         """Each part of a mixed batch as a batch of its own."""
@@ -215,6 +217,22 @@ def prompt_cases() -> Iterator[Case]:
     yield Case("k5v4u", PREFILL, tail=True, own=True, table="prompts")
 
 
+def prefix_cases() -> Iterator[Case]:
+    for batch, old, new in (
+        (64, 100, 33),
+        (32, 300, 100),
+        (16, 1000, 161),
+        (8, 2000, 161),
+        (1, 1000, 512),
+        (4, 4000, 200),
+        (16, 200, 1000),
+    ):
+        shape = Shape(batch, old + new, q_len=new)
+        yield Case("k5v4u", shape, table="prefixes")
+        yield Case("k5v4u", shape, own=True, table="prefixes")
+        yield Case("k5v4u", shape, tail=True, own=True, table="prefixes")
+
+
 def around(count: int, tokens: int, q_heads: int, kv_heads: int) -> Shape:
     """Sequences of a random number of tokens within 10% of `tokens`, the same in every run."""
     chosen = random.Random(count)
@@ -275,6 +293,7 @@ ALL = (
     *rows_cases(),
     *mixed_cases(),
     *prompt_cases(),
+    *prefix_cases(),
     *ragged_cases(),
     *cold_cases(),
     *dims_cases(),

@@ -61,6 +61,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "variants": attention.variants_table,
         "rows": attention.query_rows_table,
         "mixed": attention.mixed_table,
+        "prefixes": attention.prefixes_table,
         "prompts": attention.prompt_attention_table,
         "ragged": attention.ragged_table,
         "cold": attention.cold_table,

@@ -171,8 +171,8 @@ constexpr int least_block_rows(const AttentionShape& shape, int limit) {
 // A mixed call: which sequences are split-KV's, in blocks of at most `limit` rows.
 //
 // Sequences of more queries than decode steps, such as drafts, have a second launch, unless all sequences but the
-// longest have one query each on average. Several prompts raise that average, too; the second launch then finds nothing
-// to do, which takes less time than larger blocks for all or row tiles for drafts.
+// longest have one query each on average. Several prompts raise that average, too; the second launch then finds
+// nothing to do, which takes less time than larger blocks for all or row tiles for drafts.
 struct MixedQueries {
   int64_t few, most;  // as few_queries and split_kv_queries of AttentionChoice
 };
@@ -186,8 +186,8 @@ constexpr MixedQueries split_kv_queries_of_mixed(const AttentionShape& shape, in
 }
 
 // A call that split-KV takes all of: few_queries of AttentionChoice. Decode steps beside drafts have a launch of their
-// own where they are at least a quarter of a batch that is not small. With fewer, one launch more takes longer than they
-// gain, and a call of equal sequences has one in any case.
+// own where they are at least a quarter of a batch that is not small. With fewer, one launch more takes longer than
+// they gain, and a call of equal sequences has one in any case.
 constexpr int64_t kLeastApart = 16;  // sequences
 constexpr int64_t few_queries_of_steps(const AttentionShape& shape, int limit) {
   const int rows = least_block_rows(shape, limit);
@@ -200,8 +200,8 @@ constexpr int64_t few_queries_of_steps(const AttentionShape& shape, int limit) {
 }  // namespace choices
 
 // Which kernel takes sequences of how many query rows (max_q_len * group, of a KV head):
-//   rows <= limit                split-KV: one launch, with blocks of up to 16 or 8 rows; decode steps beside drafts may
-//                                have one of their own
+//   rows <= limit                split-KV: one launch, with blocks of up to 16 or 8 rows, and one more for decode steps
+//                                beside drafts (few_queries_of_steps)
 //   else, and every sequence     key tiles up to 32 rows, else row tiles: one launch. It must be so where tokens =
 //   has more than the limit      seqs * max_q_len, or where one query has more rows than the limit
 //   else                         split-KV, once or twice (MixedQueries), and one of these: the lengths are on the

@@ -134,7 +134,7 @@ def long_table(table: str, **columns: Callable[[Row], str]) -> str:
     columns: those between time and bf16, by header.
     """
     columns = {
-        "batch": prompt_name if table in ("prompts", "dims_prompts") else batch_name,
+        "batch": prompt_name if table in ("prompts", "prefixes") else batch_name,
         "preset": preset_name,
         "time": lambda row: microseconds(row["ours_ms"]),
         **columns,
@@ -158,7 +158,8 @@ def query_rows_table() -> str:
 
 def prompt_name(row: Row) -> str:
     older = row["context"] - row["q_len"]
-    return f"{row['q_len']:,} tokens" + (f" behind {older:,}" if older else "")
+    count = f"{row['batch']} x " if row["batch"] > 1 else ""
+    return f"{count}{row['q_len']:,} tokens" + (f" behind {older:,}" if older else "")
 
 
 def mixed_table() -> str:
@@ -174,6 +175,10 @@ def prompt_attention_table() -> str:
         return f"{row['tflop_s']:.0f}" if "tflop_s" in row else ""
 
     return long_table("prompts", **{"TFLOP/s": speed})
+
+
+def prefixes_table() -> str:
+    return long_table("prefixes")
 
 
 def ragged_table() -> str:

@@ -161,17 +161,21 @@ def engine_clients() -> str:
 def server_clients() -> str:
     """vLLM's server and what its own client has measured, the most clients first."""
 
-    def in_words(point: str) -> str:
-        clients, _, rate = point.removeprefix("mix").partition("@")
-        return f"{clients} at most, {rate} requests/s come" if rate else f"{clients} at a time"
+    def interval(row: Row) -> int:
+        return row.get("stream_interval", 1)
 
-    def order(row: Row) -> tuple[int, float, tuple[int, str]]:
+    def in_words(row: Row) -> str:
         clients, _, rate = row["point"].removeprefix("mix").partition("@")
-        return -int(clients), -float(rate or "inf"), engine_order(row["config"])
+        name = f"{clients} at most, {rate} requests/s come" if rate else f"{clients} at a time"
+        return name + (f", {interval(row)} tokens a message" if interval(row) > 1 else "")
+
+    def order(row: Row) -> tuple[int, float, int, tuple[int, str]]:
+        clients, _, rate = row["point"].removeprefix("mix").partition("@")
+        return -int(clients), -float(rate or "inf"), -interval(row), engine_order(row["config"])
 
     lines = [
         [
-            in_words(row["point"]),
+            in_words(row),
             row["config"],
             f"{row['requests_s']:.1f}",
             f"{row['tokens_s']:,.0f}",

@@ -126,43 +126,21 @@ struct BlockShare {
   Segment segment;
 };
 
-// Units and segments of each sequence, in shared memory.
-using WorkCounts = uint2*;
-
-// Whether they have room there; whether they are counted by all threads before one warp cuts the work. For many
-// sequences that warp would otherwise count longer than it cuts.
-__device__ __forceinline__ bool fit_counts(const Attention& a, int room) {
-  return a.seqs <= room / static_cast<int>(sizeof(uint2));
-}
-__device__ __forceinline__ bool counts_apart(const Attention& a, int room) { return a.seqs > 32 && fit_counts(a, room); }
-
-// Counts them, each thread of a block those of other sequences.
-template <int ROWS>
-__device__ __forceinline__ void count_work(const Attention& a, const Divisor& per_unit, WorkCounts counts) {
-#pragma unroll 1
-  for (int s = static_cast<int>(threadIdx.x); s < a.seqs; s += static_cast<int>(blockDim.x)) {
-    const SequenceWork x = work_of_sequence<ROWS>(a, per_unit, s, false);
-    counts[s] = {static_cast<unsigned>(x.units), static_cast<unsigned>(x.blocks * a.kv_heads)};
-  }
-}
-
-// One warp computes the share of its block; each lane looks at a run of neighbouring sequences.
-//   LEAST    the shortest part, in units, that a segment is cut into
-//   grid     the number of blocks
-//   counts   of `room` bytes; not used where they do not fit
-//   counted  count_work has been called
-//   early    lengths are read while the previous kernel may still be writing them
-//   known    null, or the first segment of the share that an earlier call has found
+// One warp computes the share of its block; each lane counts the work of a run of neighbouring sequences.
+//   LEAST   the shortest part, in units, that a segment is cut into
+//   grid    the number of blocks
+//   counts  shared memory of `room` bytes for (units, segments) of each sequence, unless there are too many sequences
+//   early   lengths are read while the previous kernel may still be writing them
+//   known   null, or the first segment of the share that an earlier call has found
 // Returns the lane whose `found` is the share; that of other lanes has no meaning. kSameShare: no length that decides
 // about the share has changed since the earlier call, whose share is right.
 constexpr int kSameShare = -1;
 template <int ROWS, int LEAST = kLeastUnits>
-__device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_unit, const Divisor& grid,
-                                        WorkCounts counts, int room, bool counted, bool early, const Segment* known,
-                                        BlockShare& found) {
+__device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_unit, const Divisor& grid, uint2* counts,
+                                        int room, bool early, const Segment* known, BlockShare& found) {
   const int lane = static_cast<int>(threadIdx.x % 32), block = static_cast<int>(blockIdx.x);
   const int each = (a.seqs + 31) / 32, mine = lane * each, behind = min(mine + each, a.seqs);
-  const bool remember = fit_counts(a, room);
+  const bool remember = a.seqs <= room / static_cast<int>(sizeof(uint2));
   int units = 0, segments = 0, least = INT32_MAX, most = 0;
   bool same = known && remember;
   SequenceWork x{};
@@ -174,26 +152,21 @@ __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_u
     return size > 0 ? small_quotient(x.units + size - 1, size) : x.units + kSegmentOverhead;
   };
   int s = mine;
-  // Twice over the lane's sequences with the same code: first the work of all of them is added up, then the lane that has
-  // the target looks for its sequence.
+  // Twice over the lane's sequences with the same code: first all of them are counted, then the lane that has the
+  // target looks for its sequence.
 #pragma unroll 1
-  for (bool searching = false;; searching = true) {
+  for (bool counted = false;; counted = true) {
 #pragma unroll 1
     for (s = mine; s < behind; ++s) {
-      int count;
+      if (!counted || each > 1) x = work_of_sequence<ROWS>(a, per_unit, s, early);
+      const int count = x.blocks * a.kv_heads;
       if (counted) {
-        x.units = static_cast<int>(counts[s].x), count = static_cast<int>(counts[s].y);
-      } else {
-        if (!searching || each > 1) x = work_of_sequence<ROWS>(a, per_unit, s, early);
-        count = x.blocks * a.kv_heads;
-      }
-      if (searching) {
         const int own = numbers_of_segment() * count;
         if (target < before + own) break;
         before += own;
         continue;
       }
-      if (remember && !counted) {
+      if (remember) {
         const uint2 now{static_cast<unsigned>(x.units), static_cast<unsigned>(count)}, then = counts[s];
         if (known) same &= now.x == then.x && now.y == then.y && (s != known->sequence || x == known->work);
         counts[s] = now;
@@ -201,7 +174,7 @@ __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_u
       units += x.units * count, segments += count;
       if (count > 0) least = min(least, x.units), most = max(most, x.units);
     }
-    if (searching) break;
+    if (counted) break;
     if (__all_sync(0xffffffff, same)) return kSameShare;
     found.begin = found.end = 0, found.segment = {};
     const int all_segments = sum_of_lanes(segments);
@@ -255,7 +228,6 @@ __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_u
     const int owner = __ffs(static_cast<int>(owns)) - 1;
     if (lane != owner) return owner;
   }
-  if (counted) x = work_of_sequence<ROWS>(a, per_unit, s, early);
   const int of_segment = numbers_of_segment(), segment = quotient(target - before, of_segment);
   int begin = before + segment * of_segment;  // the segment's first number
   if (size > 0) {

@@ -67,17 +67,11 @@ class LatentBlock {
     roles_.begin();
     barriers_ready();
     // The previous kernel has prepared queries. It began when all earlier ones had ended, and let this one begin then.
-    const WorkCounts counts = reinterpret_cast<WorkCounts>(block_.shared);
-    const int room = block_.plan.queries;
-    const bool apart = counts_apart(a, room);
-    if (apart) {
-      count_work<S::kRows>(a, Divisor(kExactPerUnit), counts);
-      __syncthreads();
-    }
     if (block_.warp == 0) {
       BlockShare share;
-      const int finder = cut_work<S::kRows, kLeastPart>(a, Divisor(kExactPerUnit), block_.plan.grid, counts, room,
-                                                        apart, false, nullptr, share);
+      const int finder = cut_work<S::kRows, kLeastPart>(a, Divisor(kExactPerUnit), block_.plan.grid,
+                                                        reinterpret_cast<uint2*>(block_.shared), block_.plan.queries,
+                                                        false, nullptr, share);
       if (block_.lane == finder) notes_.share = share;
     } else {
       constexpr int kOthers = S::kThreads - 32;

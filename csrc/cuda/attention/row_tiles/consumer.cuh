@@ -306,8 +306,8 @@ class Consumer {
 #pragma unroll 1
     while (++tile < end) {
       wait<EXACT>(notes_.key_full, keys_);
-      // Not between products, which must be issued without branches, and not before that wait: ptxas then serialized all
-      // products of the kernel of prompts (C7520).
+      // Not between products, which must be issued without branches, and not before that wait: ptxas then says that it
+      // serializes all products of the kernel of prompts (C7520).
       if constexpr (EXACT) guard_values(tile - 1);
       begin_products();
       multiply_keys<EXACT>(scores);

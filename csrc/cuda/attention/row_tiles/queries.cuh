@@ -73,8 +73,8 @@ struct Octets {
   }
 };
 
-// Signs in shared memory, as bits that change the sign of a 16-bit element: of keys by places of a tile, [channels], and
-// of values.
+// Signs in shared memory, as bits that change the sign of a 16-bit element: of keys by places of a tile, [channels],
+// and of values.
 template <class S>
 __device__ __forceinline__ void copy_signs(const Attention& a, const Plan& plan, uint8_t* shared) {
   uint16_t* const to = reinterpret_cast<uint16_t*>(shared + plan.signs);
@@ -90,6 +90,8 @@ __device__ __forceinline__ void copy_signs(const Attention& a, const Plan& plan,
 __device__ __forceinline__ uint32_t signs_of(const uint16_t* signs, int j, int t) {
   return reinterpret_cast<const uint32_t*>(signs)[4 * j + t];
 }
-__device__ __forceinline__ float change_sign(float x, uint32_t bit) { return __uint_as_float(__float_as_uint(x) ^ bit); }
+__device__ __forceinline__ float change_sign(float x, uint32_t bit) {
+  return __uint_as_float(__float_as_uint(x) ^ bit);
+}
 
 }  // namespace turboquant::cuda::row_tiles

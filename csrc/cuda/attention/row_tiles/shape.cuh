@@ -109,17 +109,17 @@ struct ChunksPlan {
 // What the host decides about a launch.
 struct Plan {
   RecordLayout layout;
-  format::Split split;              // of the head_dim
-  float norm;                       // 1 / sqrt(split.block)
-  int raw_stages, raw_stride;       // the ring of codes as they come from memory
-  int key_stages, value_stages;     // tiles of keys and of values in shared memory, keys first
+  format::Split split;                     // of the head_dim
+  float norm;                              // 1 / sqrt(split.block)
+  int raw_stages, raw_stride;              // the ring of codes as they come from memory
+  int key_stages, value_stages;            // tiles of keys and of values in shared memory, keys first
   int queries, scales, signs, notes, raw;  // where they start in shared memory, behind the tiles
-  int bytes;                        // of shared memory
-  Divisor group;                    // query heads of a KV head
-  int key_kind, value_kind;         // see expansion.cuh
-  int least_rows;                   // sequences with fewer rows belong to another kernel
-  int prompts_apart;                // 1: so do those without older keys
-  int clears;                       // 1: fills the results of tokens behind the last sequence
+  int bytes;                               // of shared memory
+  Divisor group;                           // query heads of a KV head
+  int key_kind, value_kind;                // see expansion.cuh
+  int least_rows;                          // sequences with fewer rows belong to another kernel
+  int prompts_apart;                       // 1: so do those without older keys
+  int clears;                              // 1: fills the results of tokens behind the last sequence
   ChunksPlan chunks;
   float* states;       // [tiles of rows, kStateFloats] what the kernel of chunks keeps, see ChunkConsumer::save_state
   int* first_states;   // [seqs] number of a sequence's first one; -1: it is not long. Null: none is

@@ -166,8 +166,8 @@ class SplitKvBlock {
     return true;
   }
 
-  // A second launch, for drafts (MixedQueries in choices/attention.h), often has none. All threads look for one, because
-  // the first warp alone would take several times as long to find that it has no share.
+  // A second launch, for drafts (MixedQueries in choices/attention.h), often has none. All threads look for one,
+  // because the first warp alone would take several times as long to find that it has no share.
   __device__ __forceinline__ bool may_find_nothing() const { return block_.call.least_queries > 1; }
   __device__ __forceinline__ bool any_work() const {
     const Attention& a = block_.call;

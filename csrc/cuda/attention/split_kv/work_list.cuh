@@ -22,24 +22,17 @@ class WorkList {
   }
 
   // Finds the block's share of the list and writes it into the notes of all warps; false: the share is the known one.
-  // Only the first warp computes it (but for count_work), because the divisions of eight warps would wait for each other;
-  // the others meanwhile call beside(thread, threads), numbered from 0, unless this is a guess. guess: the previous
-  // kernel may still be writing the lengths. known: a guess is in the notes.
+  // Only the first warp computes it, because the divisions of eight warps would wait for each other; the others
+  // meanwhile call beside(thread, threads), numbered from 0, unless this is a guess. guess: the previous kernel may
+  // still be writing the lengths. known: a guess is in the notes.
   template <typename F>
   __device__ __forceinline__ bool find(bool guess, bool known, F&& beside) const {
     WarpNotes& found = all_notes()[block_.plan.warps];
-    const WorkCounts counts = reinterpret_cast<WorkCounts>(block_.join());
-    const int room = block_.plan.result - block_.plan.join;
-    const bool apart = !guess && !known && counts_apart(block_.call, room);
-    if (apart) {
-      count_work<ROWS>(block_.call, block_.layout.exact_per_unit, counts);
-      __syncthreads();
-    }
     if (block_.warp == 0) {
       BlockShare share;
-      const int finder =
-          cut_work<ROWS>(block_.call, block_.layout.exact_per_unit, block_.plan.grid, counts, room, apart, guess,
-                         known ? &found.attended : nullptr, share);
+      const int finder = cut_work<ROWS>(block_.call, block_.layout.exact_per_unit, block_.plan.grid,
+                                        reinterpret_cast<uint2*>(block_.join()), block_.plan.result - block_.plan.join,
+                                        guess, known ? &found.attended : nullptr, share);
       if (block_.lane == 0) flag() = finder != kSameShare;
       if (block_.lane == finder) {
         found.source = {}, found.cut = share.cut, found.begin = share.begin, found.end = share.end;
