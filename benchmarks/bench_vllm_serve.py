@@ -14,8 +14,8 @@ and what clients do:
     mix512                512 at a time, each of which asks again as soon as it is answered
     mix512@40             the same, but 40 requests a second come, at random moments
 
-A message to a client has eight tokens (--stream-interval of vLLM): with one each, its server has no
-time for more than 13,000 tokens a second, whatever the cache. The first token is a message alone.
+A message to a client has eight tokens (--stream-interval of vLLM), after one with the first token:
+with one each, half of 512 clients waited for the server, although the cache had room for them.
 
 Where a cache is too small for all sequences of a step, vLLM preempts: it computes them again later.
 "preempted" counts that. The first token of a request and the time of each token behind it are what
