@@ -72,7 +72,7 @@ class Consumer {
     const int begin = item_->begin, coded_end = min(item_->end, item_->coded_tiles);
     if (!S::kPrompts && begin < coded_end) {
       prepare_rotated();
-      begin_rows();
+      begin_rows();  // not before, because sums would take registers meanwhile
       pass<false>(begin, coded_end);
       leave_rotation();
     } else {

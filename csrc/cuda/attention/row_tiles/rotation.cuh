@@ -3,8 +3,8 @@
 // A warp rotates 16 rows at once, which lie in its registers as tensor cores leave them: element 4 j + 2 i + h of
 // thread (g, t) is channel 8 j + 2 t + h of row g + 8 i. The butterflies of 16 neighbouring channels, in which the four
 // threads of a row take part, are a product with the Hadamard matrix of 16, which tensor cores compute; those between
-// channels further apart stay in a thread. To fetch an instruction takes longer than to run it here, and this takes a
-// third of the instructions that butterflies alone do.
+// channels further apart stay in a thread. So threads exchange nothing, and queries, which are operands as they are,
+// need few instructions, which counts here: to fetch one takes longer than to run it.
 //
 // Padding lies behind the last block of n channels, so butterflies may include it: they never leave a block. How many
 // stages there are and which m x m factor follows is known at run time, so that one kernel serves all head_dims of its
@@ -99,7 +99,8 @@ class Rotation {
       stages<2 * H>(y);
     }
   }
-  // The factor of M, if it is the head_dim's.
+  // The factor of M, if it is the head_dim's. As mix_blocks of the codec, but fused: no bytes depend on these
+  // roundings, and it takes about half the instructions.
   template <int M>
   __device__ __forceinline__ void mix(float (&y)[D / 2]) const {
     constexpr int kEach = block_elements(M);
