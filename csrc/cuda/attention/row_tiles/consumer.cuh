@@ -168,12 +168,17 @@ class Consumer {
     const bool pairs = plan_.key_kind == kPairs;
     const int d = a_.record.head_dim;
     const format::Channels channels = a_.channels.of_head(item_->head, d);
-    const Octets<kD, T> rows[2] = {{query_row(0), t_, d}, {query_row(1), t_, d}};
+    const Octets<kD> rows[2] = {{query_row(0), t_, d}, {query_row(1), t_, d}};
     shift_[0] = shift_[1] = 0;
     if (channels.center) {
+      with_type(a_.dtype, [&](auto type) {
+        using Type = typename decltype(type)::type;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) shift_[i] = rows[i].template times<Type>(channels.center, t_, d);
+      });
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float shift = rows[i].times(channels.center, t_, d);
+        float shift = shift_[i];
         shift += __shfl_xor_sync(0xffffffff, shift, 1), shift += __shfl_xor_sync(0xffffffff, shift, 2);
         shift_[i] = shift * a_.softmax_scale * kLog2E;
       }
@@ -186,9 +191,14 @@ class Consumer {
     }
     float y[kD / 2];
     if (channels.inverse) {
+      with_type(a_.dtype, [&](auto type) {
+#pragma unroll
+        for (int j = 0; j < kD / 8; ++j) {
+          floats_of_words<typename decltype(type)::type>({words[0][j], words[1][j]}, y + 4 * j);
+        }
+      });
 #pragma unroll
       for (int j = 0; j < kD / 8; ++j) {
-        floats_of_words<T>({words[0][j], words[1][j]}, y + 4 * j);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float by = channels.inverse[readable(channel_at(pairs, j, t_, h))];
@@ -197,7 +207,7 @@ class Consumer {
       }
       rotation().begin_floats(y);
     } else {
-      rotation().template begin_words<T>(words, y);
+      with_type(a_.dtype, [&](auto type) { rotation().template begin_words<typename decltype(type)::type>(words, y); });
     }
     rotation().finish(y);
     const float scale = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f);
@@ -270,7 +280,7 @@ class Consumer {
     } else {
       QueryWords words;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) Octets<kD, T>(query_row(i), t_, a_.record.head_dim).channels(t_, words[i]);
+      for (int i = 0; i < 2; ++i) Octets<kD>(query_row(i), t_, a_.record.head_dim).channels(t_, words[i]);
       lay_out([&](int i, int j) { return words[i][j] ^ sign; });
     }
   }

@@ -9,20 +9,33 @@
 
 namespace turboquant::cuda::row_tiles {
 
-// Octets t, t + 4, .. of a row; zeros where it has none, and of no row (null).
-template <int D, typename T>
+// f(a tag of the 16-bit type). The kernel is compiled for one type, but asks at run time: the kernels of both types have
+// the same instructions then, and compressed together they take little more room than one of them.
+template <typename F>
+__device__ __forceinline__ void with_type(Dtype dtype, F&& f) {
+  if (dtype == Dtype::kFloat16) {
+    f(Tag<__half>{});
+  } else {
+    f(Tag<__nv_bfloat16>{});
+  }
+}
+
+// Octets t, t + 4, .. of a row of a 16-bit type; zeros where it has none, and of no row (null).
+template <int D>
 struct Octets {
   uint4 of[D / 32];
 
-  __device__ __forceinline__ Octets(const T* row, int t, int head_dim) {
+  __device__ __forceinline__ Octets(const void* row, int t, int head_dim) {
 #pragma unroll
     for (int m = 0; m < D / 32; ++m) {
       const int first = 8 * (4 * m + t);
-      of[m] = row && first < head_dim ? *reinterpret_cast<const uint4*>(row + first) : uint4{};
+      const auto* const from = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(row) + 2 * first);
+      of[m] = row && first < head_dim ? *from : uint4{};
     }
   }
 
   // Their part of the product with a vector of floats.
+  template <typename T>
   __device__ __forceinline__ float times(const float* vector, int t, int head_dim) const {
     float sum = 0;
 #pragma unroll
