@@ -97,6 +97,23 @@ def test_many_rows_behind_few_codes(tail, older):
     check_own(case)
 
 
+@pytest.mark.parametrize(
+    ("older", "options"), [(7600, {}), (16000, {"sliding_window": 4500})], ids=str
+)
+@pytest.mark.parametrize("name", ["k4v4", "k8v8"])
+def test_stretches_that_most_rows_do_not_see(name, older, options):
+    """Rows that see nothing of the last stretch are done with it at once.
+
+    Others still attend to the stretch before, in the same place of the ring.
+    """
+    case = chunks([older] * 5, [747] * 5, config=long_config(name=name), group=5)
+    first = attend(case, **options)
+    for _ in range(5):
+        for found, same in zip(attend(case, **options), first, strict=True):
+            assert_same_bytes(found, same)
+    check(case, **options)
+
+
 def test_windows_that_end_before_the_codes_of_every_tile_of_rows():
     """They are expanded, and nobody reads them; the next call finds all counters at 0."""
     config = long_config(sink_tokens=5, recent_window=300)

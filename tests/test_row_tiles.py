@@ -433,6 +433,23 @@ TINY = [(name, 64) for name in ("k4v4u", "k4v4", "k3v3", "k4v2", "k8v8")]
 TINY += [("k5v4u", d) for d in DIMS]
 
 
+@pytest.mark.parametrize("q_len", [4, 17, 700])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("name", ["k8v8", "k5v4u", "k3v2"])
+def test_many_items_in_turn(name, d, q_len):
+    """Warps of a block are at the end of one item and in the next one; few units of eight bits have
+    room, so that those of different items share places."""
+    count = 28 if q_len > 100 else 70
+    lengths = [900 + 37 * (i % 14) for i in range(count)]
+    config = tt.preset(name, d, page_size=64)
+    case = build(config, lengths, [q_len] * count, q_heads=32, kv_heads=2)
+    first = attend(case)
+    for _ in range(10):
+        for found, same in zip(attend(case), first, strict=True):
+            assert_same_bytes(found, same)
+    check(case)
+
+
 @pytest.mark.parametrize(("name", "d"), TINY)
 def test_tiny_tiles(name, d):
     """Key tiles where they take the codes, tiles of 64 rows and of 128, exact keys of both kinds, a

@@ -572,10 +572,14 @@ class ChunkConsumer : Consumer<S, T> {
 
   // Tells others what this block is done with. Whoever comes last to anything sets its counters back.
   __device__ __forceinline__ void leave(const Task& task, bool works) const {
-    if (works) set_count(counters_.turns + task.state, task.turn + 1 == task.turns ? 0 : task.turn + 1);
+    if (works) {
+      set_count(counters_.turns + task.state, task.turn + 1 == task.turns ? 0 : task.turn + 1);
+    } else {
+      // Rows that see no key of the filling have not waited for it. Others may still attend to what was in the slot
+      // before, and this arrival would count as one of theirs.
+      wait_for_count(counters_.expanded + task.slot, task.expand_target);
+    }
     if (!count_arrival(counters_.left + task.slot, task.blocks)) return;
-    // Nobody may have waited for it: windows can end before the first code of each tile of rows.
-    wait_for_count(counters_.expanded + task.slot, task.expand_target);
     if (task.last_use) counters_.expanded[task.slot] = 0;
     set_count(counters_.uses + task.slot, task.last_use ? 0 : task.uses + 1);
   }

@@ -135,6 +135,9 @@ class Producer : UnitExpander<S> {
     for (; t < units; t += kTurns, stage_.advance(stages(), kTurns), read_.advance(plan_.raw_stages, kTurns)) {
       if (VALUES && copied < units) copy_unit(item, first, copied, copies++), copied += kTurns;
       const int slot = read_.slot;
+      // Behind the unit that had the place before: the warp that copies this one may still be at the end of the item
+      // before, and a barrier that is two phases behind looks as if it were not behind.
+      wait_barrier(&notes_.raw_empty[slot], read_.phase ^ 1);
       wait_barrier(&notes_.raw_full[slot], read_.phase);
       prepare_scales(item, first + t * S::kKeys, t >= inside_begin && t < inside_end, raw(slot), notes_.present[slot]);
       wait_for_room();
@@ -147,8 +150,9 @@ class Producer : UnitExpander<S> {
                                          tile());
       publish_operands();
       __syncwarp();
-      if (lane_ < kTurns) arrive(full());  // for all warps of this kind
+      // In this order, so that whoever has seen the tile knows that its codes have been read.
       if (lane_ == 0) arrive(&notes_.raw_empty[slot]);
+      if (lane_ < kTurns) arrive(full());  // for all warps of this kind
     }
     stage_.retreat(stages(), t - units), read_.retreat(plan_.raw_stages, t - units), turn_ = (turn_ + units) % kTurns;
   }

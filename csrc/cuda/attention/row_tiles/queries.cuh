@@ -9,8 +9,8 @@
 
 namespace turboquant::cuda::row_tiles {
 
-// f(a tag of the 16-bit type). The kernel is compiled for one type, but asks at run time: the kernels of both types have
-// the same instructions then, and compressed together they take little more room than one of them.
+// f(a tag of the 16-bit type). The kernel is compiled for one type, but asks at run time: so the kernels of both types
+// have the same instructions, and compressed together they take little more room than one of them.
 template <typename F>
 __device__ __forceinline__ void with_type(Dtype dtype, F&& f) {
   if (dtype == Dtype::kFloat16) {

@@ -205,6 +205,11 @@ constexpr bool lay_out(Plan& p, int limit) {
   }
   p.raw_stages = limit > p.raw ? (limit - p.raw) / p.raw_stride : 0;
   p.raw_stages = p.raw_stages < kMaxRawStages ? p.raw_stages : kMaxRawStages;
+  // No warp may be two turns of this ring ahead of another (Producer::prepare_codes). Where each warp has places of its
+  // own, it has read what was there two turns ago. Else it has waited until consumers were done with the tile of keys
+  // kStreamWarps + key_stages before its own; the codes of that tile and of the next one had been read by then.
+  const int others = p.raw_stages % S::kStreamWarps;
+  if (2 * p.raw_stages <= S::kStreamWarps + p.key_stages) p.raw_stages -= others;
   p.bytes = p.raw + p.raw_stages * p.raw_stride;
   return p.raw_stages >= S::kStreamWarps;
 }
