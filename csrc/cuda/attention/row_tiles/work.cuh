@@ -158,17 +158,16 @@ class WorkList {
     Search search{static_cast<int>(gridDim.x)};
     int items, slots;
     do {  // the first time size_ is 0, which counts uncut tiles of rows
-      int tiles = 0, full = 0, most = 0;
+      int tiles = 0, most = 0;
       items = slots = 0;
 #pragma unroll 1
       for (int i = 0; i < mine_.count; ++i) {
         const Extent& x = extent(i);
         const int n = size_ > 0 ? parts(x) : 1;
         items += n * x.segments, slots += n > 1 ? n * x.segments : 0;
-        tiles += x.segments * x.mean, full += x.segments * x.most, most = max(most, x.most);
+        tiles += x.segments * x.mean, most = max(most, x.most);
       }
-      search.step(sum_of_lanes(items), sum_of_lanes(slots), sum_of_lanes(tiles), sum_of_lanes(full), max_of_lanes(most),
-                  size_);
+      search.step(sum_of_lanes(items), sum_of_lanes(slots), sum_of_lanes(tiles), max_of_lanes(most), size_);
     } while (!search.done);
     own_items_ = items, items_before_ = sum_of_lanes_before(items), slots_before_ = sum_of_lanes_before(slots);
     total_ = sum_of_lanes(items);
@@ -198,10 +197,8 @@ class WorkList {
     const int tiles = describe<S>(a_, plan_.group, x.sequence, x.blocks - 1 - block, item);
     item.head = first_head + head, item.part = in_block - head * n, item.parts = n;
     item.slot = slot + (item.head * x.blocks + block) * n;
-    // tiles * part / n, without numbers of 64 bits
-    const int each = quotient(tiles, n), rest = tiles - each * n;
-    item.begin = each * item.part + quotient(rest * item.part, n);
-    item.end = each * (item.part + 1) + quotient(rest * (item.part + 1), n);
+    item.begin = static_cast<int>(int64_t{tiles} * item.part / n);
+    item.end = static_cast<int>(int64_t{tiles} * (item.part + 1) / n);
     to = item;
     return true;
   }
@@ -234,24 +231,24 @@ class WorkList {
   __device__ __forceinline__ int parts(const Extent& x) const { return ceil_div(x.most, size_); }
 
   // Looks for the size of parts, in key tiles: `step` learns how many items and slots there are with parts of `size`,
-  // and sets the next size to try. `full` is the number of key tiles if all tiles of rows see as many as the last one.
+  // and sets the next size to try.
   struct Search {
     enum Phase { kUncut, kOneRound, kTwoRounds, kFits };
     int grid;
     bool done = false;
     Phase phase = kUncut;
-    int uncut = 0, tiles = 0, full = 0, most = 0, low = 0, high = 0, one = 0;
+    int tiles = 0, most = 0, low = 0, high = 0, one = 0;
 
-    __device__ __forceinline__ void step(int items, int slots, int all_tiles, int all_full, int longest, int& size) {
+    __device__ __forceinline__ void step(int items, int slots, int all_tiles, int longest, int& size) {
       if (phase == kUncut) {
-        uncut = items, tiles = all_tiles, full = all_full, most = longest;
+        tiles = all_tiles, most = longest;
         if (items >= 2 * grid || most <= S::kLeastTiles) {
           size = items >= 2 * grid ? max(ceil_div(tiles, grid), S::kLeastTiles) : max(most, 1);
           phase = kFits;
           return;
         }
         one = INT32_MAX / 4, phase = items <= grid ? kOneRound : kTwoRounds;
-        low = least(), high = enough();
+        low = least(), high = most;
       } else if (phase == kFits) {
         done = slots <= 2 * grid;  // rounded up, there may be too many parts
         if (!done) size *= 2;
@@ -261,7 +258,7 @@ class WorkList {
       } else {
         low = size + 1;
       }
-      if (low >= high && phase == kOneRound) one = max(high, 1), phase = kTwoRounds, low = least(), high = enough();
+      if (low >= high && phase == kOneRound) one = max(high, 1), phase = kTwoRounds, low = least(), high = most;
       size = (low + high) / 2;
       if (low < high) return;
       const int two = max(high, 1);
@@ -270,11 +267,6 @@ class WorkList {
     // At most so many items, of at least so many key tiles each
     __device__ __forceinline__ int limit() const { return phase == kOneRound ? grid : 2 * grid; }
     __device__ __forceinline__ int least() const { return max(ceil_div(tiles, limit()), S::kLeastTiles); }
-    // A size with which there are no more: n tiles are less than n / size + 1 parts. Few steps are left from there.
-    __device__ __forceinline__ int enough() const {
-      const int room = limit() - uncut;
-      return room > 0 ? min(max(ceil_div(full - uncut, room), least()), most) : most;
-    }
   };
 
   const Attention& a_;
