@@ -169,15 +169,14 @@ def server_clients() -> str:
         name = f"{clients} at most, {rate} requests/s come" if rate else f"{clients} at a time"
         return name + (f", {interval(row)} tokens a message" if interval(row) > 1 else "")
 
-    def order(row: Row) -> tuple[int, float, int, float, tuple[int, str]]:
+    def order(row: Row) -> tuple[int, float, int, tuple[int, str]]:
         clients, _, rate = row["point"].removeprefix("mix").partition("@")
-        number = -int(clients), -float(rate or "inf"), -interval(row)
-        return *number, -row["cache_gib"], engine_order(row["config"])
+        return -int(clients), -float(rate or "inf"), -interval(row), engine_order(row["config"])
 
     lines = [
         [
             in_words(row),
-            f"{row['cache_gib']:g} GiB, {row['config']}",
+            row["config"],
             f"{row['requests_s']:.1f}",
             f"{row['tokens_s']:,.0f}",
             f"{row['first_ms'] / 1000:.2f} s, {row['first_p99_ms'] / 1000:.2f} s",

@@ -114,7 +114,9 @@ class SplitKvBlock {
     pipeline_.begin();
     enum { kGuess, kFind, kFoundAnew };
     const bool beside_store = block_.plan.early == Early::kBesideStore;
-    const bool guesses = block_.plan.early == Early::kGuess && !(few.possible() && few.takes_call(true));
+    bool guesses = block_.plan.early == Early::kGuess;
+    // Asked for the whole block: its warps may read different lengths, if these are being written.
+    if (guesses && few.possible()) guesses = __syncthreads_or(!few.takes_call(true));
     int step = guesses ? kGuess : kFind;
     bool known = false, looked_up = false;  // a guess has found the share; it has also loaded page ids
     const WarpNotes& notes = list_.notes();
