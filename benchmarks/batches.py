@@ -135,7 +135,8 @@ class Shape:
 
         parts = [short(part) for part in self.parts[:3]]
         if self.mixed:
-            return Shape.of(parts, self.label, self.q_heads, self.kv_heads)
+            few = Shape.of(parts, self.label, self.q_heads, self.kv_heads)
+            return replace(few, head_dim=self.head_dim)
         batch, context, q_len = parts[0]
         return replace(self, batch=batch, context=context, q_len=q_len)
 

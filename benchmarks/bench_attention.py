@@ -36,6 +36,8 @@ The tables, which --only takes by name:
              queries, lengths and code out of the caches. The time is what the call adds to that
              graph. bf16 and FlashAttention 3 are timed in the same way.
     dims     other head dimensions
+    drawn    batches of decode steps, drafts, prompts and chunks drawn at random (drawn_batches.py),
+             this call's tokens exact; bf16 as for mixed
 
     python benchmarks/bench_attention.py                   all, into results/h200_attention.json
     python benchmarks/bench_attention.py --quick           five rows, printed only
@@ -60,6 +62,7 @@ from functools import cached_property
 
 import common
 import contenders
+import drawn_batches
 import timing
 import torch
 from batches import Difference, Part, Shape, exact_attention, heads_of, tables_of
@@ -288,6 +291,12 @@ def dims_rows_cases() -> Iterator[Case]:
             yield from of_presets("dims_rows", shape, "k4v4u k5v4u k4v4", tailed="")
 
 
+def drawn_cases() -> Iterator[Case]:
+    for number in range(56):
+        preset, page_size, shape = drawn_batches.draw(number)
+        yield Case(preset, shape, page_size, own=True, table="drawn")
+
+
 ALL = (
     *step_cases(),
     *rows_cases(),
@@ -299,6 +308,7 @@ ALL = (
     *dims_cases(),
     *dims_prompt_cases(),
     *dims_rows_cases(),
+    *drawn_cases(),
 )
 TABLES = tuple(dict.fromkeys(case.table for case in ALL))
 
