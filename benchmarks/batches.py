@@ -46,7 +46,13 @@ class Shape:
     """What a row calls sequences that differ; without it, it lists them."""
 
     @staticmethod
-    def of(parts: Iterable[Part], label: str = "", q_heads: int = 32, kv_heads: int = 8) -> Shape:
+    def of(
+        parts: Iterable[Part],
+        label: str = "",
+        q_heads: int = 32,
+        kv_heads: int = 8,
+        head_dim: int = 128,
+    ) -> Shape:
         """A batch of sequences that differ."""
         mixed = tuple(parts)
         return Shape(
@@ -54,6 +60,7 @@ class Shape:
             max(part.context for part in mixed),
             q_heads,
             kv_heads,
+            head_dim,
             q_len=max(part.q_len for part in mixed),
             mixed=mixed,
             label=label,
@@ -133,10 +140,10 @@ class Shape:
             older = min(part.context - part.q_len, 90 + part.context % 70)
             return Part(min(part.count, 2), older + q_len, q_len)
 
-        parts = [short(part) for part in self.parts[:3]]
+        some = self.parts if len(self.parts) < 4 else (*self.parts[:2], self.parts[-1])
+        parts = [short(part) for part in some]
         if self.mixed:
-            few = Shape.of(parts, self.label, self.q_heads, self.kv_heads)
-            return replace(few, head_dim=self.head_dim)
+            return Shape.of(parts, self.label, self.q_heads, self.kv_heads, self.head_dim)
         batch, context, q_len = parts[0]
         return replace(self, batch=batch, context=context, q_len=q_len)
 

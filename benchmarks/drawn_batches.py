@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from batches import Part, Shape
@@ -23,12 +22,20 @@ KINDS = (
 )
 """What the sequences of a batch are; short prompts behind a cached prefix are "prefixes"."""
 COUNTS = {"steps": 512, "drafts": 128, "prefixes": 64, "chunks": 8, "prompts": 32}
-QUERIES = {"drafts": (2, 9), "prefixes": (8, 256), "chunks": (16, 2048), "prompts": (16, 8192)}
+"""Of sequences, at most."""
+QUERIES = {
+    "steps": (1, 1),
+    "drafts": (2, 9),
+    "prefixes": (8, 256),
+    "chunks": (16, 2048),
+    "prompts": (16, 8192),
+}
 """Tokens of the call, from and to."""
-CACHE_BYTES = 20e6, 2e9
-"""Of a batch in bf16, at least and at most."""
-LENGTHS = 4
-"""Different ones of a kind in a batch, at most."""
+CACHE_BYTES, NEW_TOKENS = (20e6, 2e9), 20_000
+"""Of a batch: bytes in bf16, at least and at most; tokens of the call, at most."""
+LENGTHS = 2
+"""Different ones of a kind in a batch, at most: a batch has no more than four parts, which
+contenders take one by one."""
 
 
 class Drawn(NamedTuple):
@@ -43,16 +50,18 @@ def between(chance: random.Random, low: int, high: int) -> int:
 
 
 def parts_of(kind: str, older: int, chance: random.Random) -> Iterator[Part]:
-    """Sequences of a kind, with `older` tokens before the call or up to twice as many."""
-    count = between(chance, 1, COUNTS[kind])
-    queries = between(chance, *QUERIES[kind]) if kind in QUERIES else 1
+    """Sequences of a kind, each with `older` tokens before the call; or, if lengths differ, with 0
+    to twice as many."""
+    count, (least, most) = between(chance, 1, COUNTS[kind]), QUERIES[kind]
+    queries, before = between(chance, least, most), 0 if kind == "prompts" else older
     lengths = min(count, chance.choice([1, LENGTHS]))
     for i in range(lengths):
-        before = 0 if kind == "prompts" else older
-        new = queries
-        if lengths > 1:
-            before, new = chance.randint(0, 2 * before), chance.randint(1, queries)
-        yield Part((count + i) // lengths, before + new, new)
+        each = (count + i) // lengths
+        if lengths == 1:
+            yield Part(each, before + queries, queries)
+        else:
+            new = chance.randint(least, queries)
+            yield Part(each, chance.randint(0, 2 * before) + new, new)
 
 
 def draw(number: int) -> Drawn:
@@ -64,6 +73,7 @@ def draw(number: int) -> Drawn:
         older = between(chance, 64, 16384)
         parts = [part for kind in kinds for part in parts_of(kind, older, chance)]
         label = f"drawn {number} {'+'.join(kinds)}"
-        shape = replace(Shape.of(parts, label, q_heads, kv_heads), head_dim=head_dim)
-        if CACHE_BYTES[0] <= shape.bf16_bytes <= CACHE_BYTES[1] and shape.new_tokens <= 20_000:
+        shape = Shape.of(parts, label, q_heads, kv_heads, head_dim)
+        least, most = CACHE_BYTES
+        if least <= shape.bf16_bytes <= most and shape.new_tokens <= NEW_TOKENS:
             return Drawn(chance.choice(PRESETS), chance.choice([16, 32, 64, 128]), shape)

@@ -103,6 +103,25 @@ def test_every_table_of_attention(attention, monkeypatch, table):
     assert makers[table]() == ""  # not measured yet
 
 
+def test_drawn_batches(attention):
+    """The same in every run, within their limits, and such that every contender takes them."""
+    drawn = attention.drawn_batches
+    cases = [case for case in attention.ALL if case.table == "drawn"]
+    for number, case in enumerate(cases):
+        assert drawn.draw(number) == (case.preset, case.page_size, case.shape)
+        s, kinds = case.shape, drawn.KINDS[number % len(drawn.KINDS)]
+        least, most = drawn.CACHE_BYTES
+        assert least <= s.bf16_bytes <= most and s.new_tokens <= drawn.NEW_TOKENS
+        assert (s.q_heads, s.kv_heads, s.head_dim) in drawn.HEADS
+        assert len(kinds) <= len(s.parts) <= 4  # else contenders do not take them one by one
+        for part in s.parts:
+            limits = (drawn.QUERIES[kind] for kind in kinds)
+            assert any(low <= part.q_len <= high for low, high in limits)
+    rows, failed = tiny_rows(attention, cases[: len(drawn.KINDS)])
+    assert not failed and all(row["own"] and row["ours_ms"] > 0 for row in rows)
+    assert {row["head_dim"] for row in rows} == {c.shape.head_dim for c in cases[: len(rows)]}
+
+
 def on_an_h200(rows):
     return [{**row, "device": "NVIDIA H200"} for row in json.loads(json.dumps(rows))]
 

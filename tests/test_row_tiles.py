@@ -426,19 +426,12 @@ def test_results_are_the_same_bits_every_time():
                 assert_same_bytes(one, other)
 
 
-# ---- few and small: for compute-sanitizer (tests/sanitize_cuda.sh)
-
-
-TINY = [(name, 64) for name in ("k4v4u", "k4v4", "k3v3", "k4v2", "k8v8")]
-TINY += [("k5v4u", d) for d in DIMS]
-
-
 @pytest.mark.parametrize("q_len", [4, 17, 700])
 @pytest.mark.parametrize("d", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", ["k8v8", "k5v4u", "k3v2"])
 def test_many_items_in_turn(name, d, q_len):
-    """Warps of a block are at the end of one item and in the next one; few units of eight bits have
-    room, so that those of different items share places."""
+    """Blocks take many items in turn. Units of eight bits have so few places that units of two
+    items share one while some warps are still at the first item."""
     count = 28 if q_len > 100 else 70
     lengths = [900 + 37 * (i % 14) for i in range(count)]
     config = tt.preset(name, d, page_size=64)
@@ -448,6 +441,13 @@ def test_many_items_in_turn(name, d, q_len):
         for found, same in zip(attend(case), first, strict=True):
             assert_same_bytes(found, same)
     check(case)
+
+
+# ---- few and small: for compute-sanitizer (tests/sanitize_cuda.sh)
+
+
+TINY = [(name, 64) for name in ("k4v4u", "k4v4", "k3v3", "k4v2", "k8v8")]
+TINY += [("k5v4u", d) for d in DIMS]
 
 
 @pytest.mark.parametrize(("name", "d"), TINY)

@@ -186,8 +186,9 @@ def test_lengths_that_change_between_few_units_and_many():
 @pytest.mark.parametrize("seqs", [1, 2, 31, 32, 33, 63, 64])
 def test_guesses_that_are_wrong(seqs):
     """The kernel ahead lets the attention begin, which guesses its work, one or two sequences for
-    each lane, before it has written the lengths: as a token of an exact tail. In every other turn
-    all lengths were 0 before: until they are written, all sequences have few units."""
+    each lane, before it has written the lengths: as a token of an exact tail. In every other
+    round of the four calls all lengths were 0 before, so that a warp which reads these finds few
+    units."""
     config, longest = tt.preset("k4v4u", 128), 200_000 // seqs  # too long for all to be few units
     case, chosen = build(config, [longest] * seqs), random.Random(seqs)
     calls = []
@@ -209,7 +210,7 @@ def test_guesses_that_are_wrong(seqs):
     for turn in range(40):
         i = turn * 7 % 4
         changing.table.copy_(calls[i].table)
-        if turn % 2:
+        if turn // 4 % 2:
             lengths.zero_()
         torch.cuda._sleep(1_000_000)  # until then the host has launched what follows
         tt.cache_store(

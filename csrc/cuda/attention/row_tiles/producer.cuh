@@ -135,8 +135,8 @@ class Producer : UnitExpander<S> {
     for (; t < units; t += kTurns, stage_.advance(stages(), kTurns), read_.advance(plan_.raw_stages, kTurns)) {
       if (VALUES && copied < units) copy_unit(item, first, copied, copies++), copied += kTurns;
       const int slot = read_.slot;
-      // Behind the unit that had the place before: the warp that copies this one may still be at the end of the item
-      // before, and a barrier that is two phases behind looks as if it were not behind.
+      // First until the unit that had this place before has been read. As long as it is not even copied, raw_full is
+      // two phases behind, and a wait by parity would end at once (lay_out says why raw_empty is not).
       wait_barrier(&notes_.raw_empty[slot], read_.phase ^ 1);
       wait_barrier(&notes_.raw_full[slot], read_.phase);
       prepare_scales(item, first + t * S::kKeys, t >= inside_begin && t < inside_end, raw(slot), notes_.present[slot]);

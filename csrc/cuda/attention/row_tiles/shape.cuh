@@ -205,11 +205,13 @@ constexpr bool lay_out(Plan& p, int limit) {
   }
   p.raw_stages = limit > p.raw ? (limit - p.raw) / p.raw_stride : 0;
   p.raw_stages = p.raw_stages < kMaxRawStages ? p.raw_stages : kMaxRawStages;
-  // No warp may be two turns of this ring ahead of another (Producer::prepare_codes). Where each warp has places of its
-  // own, it has read what was there two turns ago. Else it has waited until consumers were done with the tile of keys
-  // kStreamWarps + key_stages before its own; the codes of that tile and of the next one had been read by then.
-  const int others = p.raw_stages % S::kStreamWarps;
-  if (2 * p.raw_stages <= S::kStreamWarps + p.key_stages) p.raw_stages -= others;
+  // A wait by parity must not be two phases ahead of its barrier: a warp that comes to unit u must know that unit
+  // u - 2 raw_stages has been read. If it also reads unit u - raw_stages, it knows, because that one was copied later.
+  // Else it knows from its last tile, u - kStreamWarps, for which it has waited for room. To release the keys of a
+  // tile, consumers have used the values of the tile before. So warps of keys know that all units up to
+  // u - kStreamWarps - key_stages - 1 have been read, and warps of values those up to u - kStreamWarps - value_stages.
+  const int known = p.key_stages + 1 > p.value_stages ? p.key_stages + 1 : p.value_stages;
+  if (2 * p.raw_stages < S::kStreamWarps + known) p.raw_stages -= p.raw_stages % S::kStreamWarps;
   p.bytes = p.raw + p.raw_stages * p.raw_stride;
   return p.raw_stages >= S::kStreamWarps;
 }
