@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import torch_turboquant as tt
-from tests.helpers import paged, scales
+from tests.helpers import assert_same_bytes, paged, scales
 from tests.oracle import exact_attention
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.ops.cache import CacheTables
@@ -183,6 +183,15 @@ def attend(case: Case, **options) -> tuple[Tensor, Tensor]:
     assert out.shape == case.q.shape and out.dtype == case.q.dtype and out.device == case.q.device
     assert lse.shape == case.q.shape[:2] and lse.dtype == torch.float32
     return out, lse
+
+
+def attend_again(case: Case, times: int, **options) -> tuple[Tensor, Tensor]:
+    """What a call gives, which is the same bits so many times more."""
+    first = attend(case, **options)
+    for _ in range(times):
+        for found, same in zip(attend(case, **options), first, strict=True):
+            assert_same_bytes(found, same)
+    return first
 
 
 def decoded(case: Case) -> tuple[Tensor, Tensor]:

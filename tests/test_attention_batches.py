@@ -16,13 +16,12 @@ from tests.attention_cuda import (
     HALVES,
     Case,
     assert_near,
-    attend,
+    attend_again,
     build,
     expected,
     expected_own,
     own_tokens,
 )
-from tests.helpers import assert_same_bytes
 
 pytestmark = pytest.mark.cuda
 
@@ -91,9 +90,6 @@ def draw(seed: int) -> Case:
 def test_batches(seed, own):
     case, options = draw(seed), {"sliding_window": 700 if seed % 4 == 3 else 0}
     tokens = own_tokens(case) if own else {}
-    found = attend(case, **tokens, **options)
-    for _ in range(REPEATED):
-        for x, same in zip(attend(case, **tokens, **options), found, strict=True):
-            assert_same_bytes(x, same)
+    found = attend_again(case, REPEATED, **tokens, **options)
     exact = expected_own(case, **options) if own else expected(case, **options)
     assert_near(found, exact, case.spread)

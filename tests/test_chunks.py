@@ -17,6 +17,7 @@ from tests.attention_cuda import (
     HALVES,
     MANY_PRESETS,
     attend,
+    attend_again,
     build,
     check,
     check_own,
@@ -107,10 +108,7 @@ def test_stretches_that_most_rows_do_not_see(name, older, options):
     case = chunks([older] * 5, [747] * 5, config=long_config(name=name), group=5)
     if "row_tiles" in chosen(case):
         assert any("chunks_kernel" in name for name in kernels_of(case, **options))
-    first = attend(case, **options)
-    for _ in range(5):
-        for found, same in zip(attend(case, **options), first, strict=True):
-            assert_same_bytes(found, same)
+    attend_again(case, 5, **options)
     check(case, **options)
 
 
@@ -256,11 +254,7 @@ def test_pages_that_do_not_exist():
 
 def test_same_bits_in_every_run():
     case = chunks([20000, 3200], [420, 300], tail=True)
-    own = own_tokens(case)
-    first = attend(case, **own)
-    for _ in range(20):
-        for found, same in zip(attend(case, **own), first, strict=True):
-            assert_same_bytes(found, same)
+    attend_again(case, 20, **own_tokens(case))
 
 
 def test_launches():

@@ -139,17 +139,21 @@ __device__ __forceinline__ void butterflies(float (&y)[Traits::kPerLane], int la
   lane_butterflies<Traits::kVec, Traits::kVec * Traits::kChunks>(y);
 }
 
-// The orthonormal m x m factor: entry k of the result.
-template <int M>
+// The orthonormal m x m factor: entry k of the result. FUSED: in half of the instructions, where no bytes depend on its
+// roundings.
+template <int M, bool FUSED = false>
 __device__ __forceinline__ float hartley_entry(const float (&in)[M], int k) {
   float sum = __fmul_rn(format::hartley(M, 0), in[0]);
 #pragma unroll
-  for (int j = 1; j < M; ++j) sum = __fadd_rn(sum, __fmul_rn(format::hartley(M, k * j % M), in[j]));
+  for (int j = 1; j < M; ++j) {
+    const float factor = format::hartley(M, k * j % M);
+    sum = FUSED ? __fmaf_rn(factor, in[j], sum) : __fadd_rn(sum, __fmul_rn(factor, in[j]));
+  }
   return sum;
 }
 
 // The same across M blocks, of which a lane holds EACH elements, one block after the other.
-template <int M, int EACH, int N>
+template <int M, int EACH, bool FUSED = false, int N>
 __device__ __forceinline__ void mix_blocks(float (&y)[N]) {
   static_assert(M * EACH <= N);
   if constexpr (M > 1) {
@@ -159,7 +163,7 @@ __device__ __forceinline__ void mix_blocks(float (&y)[N]) {
 #pragma unroll
       for (int j = 0; j < M; ++j) in[j] = y[j * EACH + i];
 #pragma unroll
-      for (int b = 0; b < M; ++b) y[b * EACH + i] = hartley_entry<M>(in, b);
+      for (int b = 0; b < M; ++b) y[b * EACH + i] = hartley_entry<M, FUSED>(in, b);
     }
   }
 }

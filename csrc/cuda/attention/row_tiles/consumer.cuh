@@ -171,7 +171,7 @@ class Consumer {
     const Octets<kD> rows[2] = {{query_row(0), t_, d}, {query_row(1), t_, d}};
     shift_[0] = shift_[1] = 0;
     if (channels.center) {
-      with_type(a_.dtype, [&](auto type) {
+      with_16_bit_type(a_.dtype, [&](auto type) {
         using Type = typename decltype(type)::type;
 #pragma unroll
         for (int i = 0; i < 2; ++i) shift_[i] = rows[i].template times<Type>(channels.center, t_, d);
@@ -191,7 +191,7 @@ class Consumer {
     }
     float y[kD / 2];
     if (channels.inverse) {
-      with_type(a_.dtype, [&](auto type) {
+      with_16_bit_type(a_.dtype, [&](auto type) {
 #pragma unroll
         for (int j = 0; j < kD / 8; ++j) {
           floats_of_words<typename decltype(type)::type>({words[0][j], words[1][j]}, y + 4 * j);
@@ -207,7 +207,8 @@ class Consumer {
       }
       rotation().begin_floats(y);
     } else {
-      with_type(a_.dtype, [&](auto type) { rotation().template begin_words<typename decltype(type)::type>(words, y); });
+      with_16_bit_type(a_.dtype,
+                       [&](auto type) { rotation().template begin_words<typename decltype(type)::type>(words, y); });
     }
     rotation().finish(y);
     const float scale = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f);

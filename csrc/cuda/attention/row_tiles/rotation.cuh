@@ -99,26 +99,12 @@ class Rotation {
       stages<2 * H>(y);
     }
   }
-  // The factor of M, if it is the head_dim's. As mix_blocks of the codec, but fused: no bytes depend on these
-  // roundings, and it takes about half the instructions.
+  // The factor of M, if it is the head_dim's.
   template <int M>
   __device__ __forceinline__ void mix(float (&y)[D / 2]) const {
     constexpr int kEach = block_elements(M);
     if constexpr (kEach > 0) {
-      if (split_.blocks != M) return;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        float in[M];
-#pragma unroll
-        for (int b = 0; b < M; ++b) in[b] = y[b * kEach + i];
-#pragma unroll
-        for (int b = 0; b < M; ++b) {
-          float sum = 0;
-#pragma unroll
-          for (int k = 0; k < M; ++k) sum = fmaf(format::hartley(M, b * k % M), in[k], sum);
-          y[b * kEach + i] = sum;
-        }
-      }
+      if (split_.blocks == M) mix_blocks<M, kEach, true>(y);
     }
   }
   // A thread's elements of a block, if a head_dim of m blocks is padded to D channels; 0: none is.
