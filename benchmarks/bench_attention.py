@@ -292,7 +292,7 @@ def dims_rows_cases() -> Iterator[Case]:
 
 
 def drawn_cases() -> Iterator[Case]:
-    for number in range(56):
+    for number in range(112):
         preset, page_size, shape = drawn_batches.draw(number)
         yield Case(preset, shape, page_size, own=True, table="drawn")
 

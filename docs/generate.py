@@ -68,6 +68,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "dims": attention.dims_table,
         "dims-prompts": attention.dims_prompts_table,
         "dims-rows": attention.dims_rows_table,
+        "drawn": attention.drawn_table,
     },
     "docs/latent.md": {
         "latent steps": latents.latent_steps,

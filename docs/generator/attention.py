@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from common import Row, markdown
+from common import Row, markdown, read_rows
 
 from generator.pictures import DEFAULT, grouped_bars, preset_colors
 from generator.results import digest, h200_rows
@@ -210,6 +211,42 @@ def dims_rows_table() -> str:
         return [str(row["head_dim"]), str(row["q_heads"] // row["kv_heads"] * row["q_len"])]
 
     return wide_table("dims_rows", ["`head_dim`", "rows"], cells)
+
+
+DRAWN = {
+    "steps": "decode steps",
+    "drafts": "drafts of 2 to 9 tokens",
+    "steps+drafts": "decode steps and drafts",
+    "steps+chunks": "decode steps and chunks",
+    "prefixes": "short prompts behind a prefix",
+    "chunks": "chunks behind older tokens",
+    "prompts": "prompts",
+}
+"""What sequences of a batch drawn at random are, by the name of drawn_batches.py."""
+
+
+def drawn_table() -> str:
+    """Batches drawn at random, by what they hold and the size of the cache in bf16: the median
+    speed-up, and how many are at least as fast."""
+    limits = {"20 to 60 MB": 60e6, "60 to 200 MB": 200e6, "more": float("inf")}
+    found: dict[str, dict[str, list[float]]] = {}
+    rows = [row for row in read_rows("h200_attention") if row.get("table") == "drawn"]
+    for row in rows:
+        kind = re.search(r"drawn \d+ (\S+)", row["row"])[1]
+        size = next(name for name, most in limits.items() if row["bf16_bytes"] <= most)
+        found.setdefault(kind, {}).setdefault(size, []).append(row["speedup_vs_bf16"])
+
+    def cell(ratios: list[float]) -> str:
+        fast = sum(ratio >= 1 for ratio in ratios)
+        return f"{median(ratios):.2f}x, {fast} of {len(ratios)}" if ratios else ""
+
+    lines = [
+        [name, *(cell(found[kind].get(size, [])) for size in limits)]
+        for kind, name in DRAWN.items()
+        if kind in found
+    ]
+    devices = " and ".join(sorted({row["device"].removeprefix("NVIDIA ") for row in rows}))
+    return markdown([f"batch, on {devices}", *limits], lines) if lines else ""
 
 
 def speed_picture(path: Path) -> None:

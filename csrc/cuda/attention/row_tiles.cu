@@ -33,6 +33,15 @@ constexpr int kManyRows = 8192;
 // what an L2 cache holds.
 constexpr int64_t kRingBytes = int64_t{64} << 20;
 
+// Calls whose sequences have at most so many keys, and up to 192 rows, have tiles of 64 rows: three of them are less
+// work than two of 128, and where two blocks share a multiprocessor, one computes while the other begins or ends an
+// item. Behind more keys than these it counts more that codes are expanded for each tile.
+constexpr int kFewKeys = 2048;
+bool fits_three_tiles(const Attention& a) {
+  const int64_t rows = int64_t{a.max_q_len} * a.group;
+  return rows > 128 && rows <= 192 && a.room <= kFewKeys && row_tiles_channels(a.record.head_dim) <= 128;
+}
+
 // How the kernel expands codes that choose_attention lets through.
 Kind kind_of(format::Width width, bool table) {
   switch (width) {
@@ -57,7 +66,7 @@ KernelEntry with_channels(int head_dim, F&& f) {
 RowTilesLaunch::RowTilesLaunch(const Attention& call, const Device& device, int least_queries)
     : call_(call), device_(device) {
   const bool many = int64_t{call.max_q_len} * call.group > 64;
-  if (!many || !choose_shape(2)) choose_shape(1);
+  if (!many || fits_three_tiles(call) || !choose_shape(2)) choose_shape(1);
   if (many && call.new_keys && call.max_q_len > kFewQueries) choose_prompts();
   if (many) choose_chunks();
   check_limits();

@@ -17,7 +17,7 @@ KernelEntry kernel_entry(const CodeFacts& codes) {
           .blocks = resident_blocks(N, D),
           .small_blocks = resident_small_blocks(N, D),
           .operand_bytes = N * X::kFrags * 32 * static_cast<int>(sizeof(uint2)),
-          .state_floats = 32 * X::kState,
+          .state_floats = X::kState,
           .codes = codes};
 }
 

@@ -42,36 +42,40 @@ class ExactTail {
   explicit __device__ __forceinline__ ExactTail(const BlockView& block) : block_(block) {}
 
   // The unit's stages have arrived.
-  __device__ __forceinline__ void attend(const Rows& rows, const Queries<D, N>& queries, const Segment& segment,
-                                         const ExactUnit& unit, RunningSoftmax<D, N>& softmax) const {
-    for_each<N>([&](auto n) {
-      float dot[4] = {}, score[2];
+  __device__ __forceinline__ void attend(const Rows& rows, const Segment& segment, const ExactUnit& unit,
+                                         RunningSoftmax<D, N>& softmax) const {
+    // A loop, so that its code exists once (kernel.cuh says why). What registers hold of a row is chosen by branches.
+#pragma unroll 1
+    for (int n = 0; n < N; ++n) {
+      float dot[4] = {}, score[2], top = 0, p[2];
       multiply_keys(rows, n, unit, dot);
-      const Visible visible = scores(rows, queries, segment, unit, n, dot, score);
-      const float scale = queries.scale(n);
+      const float scale = block_.call.soft_cap > 0 ? 1.0f : block_.rows()[4 * n + block_.t].scale;
+      const Visible visible = scores(rows, segment, unit, n, scale, dot, score);
       const float most = over_tokens(fmaxf(score[0], score[1]), [](float x, float y) { return fmaxf(x, y); });
-      if (__any_sync(0xffffffff, (most - softmax.max[n]) * scale > 16)) softmax.template rescale<n>(most, scale);
+      with_index<0, N>(n, [&](auto i) {
+        if (__any_sync(0xffffffff, (most - softmax.max[i]) * scale > 16)) softmax.template rescale<i>(most, scale);
+        top = softmax.max[i];
+      });
       uint32_t weight[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float p = score[h] == -INFINITY ? 0 : exp2_fast((score[h] - softmax.max[n]) * scale);
-        softmax.total[n] += p;
-        weight[h] = transposed(split(p * kDown));
+        p[h] = score[h] == -INFINITY ? 0 : exp2_fast((score[h] - top) * scale);
+        weight[h] = transposed(split(p[h] * kDown));
       }
       float y[2 * X::kTiles];  // channel 8 e + g of row t
       multiply_values(unit, visible, weight, y);
       rotate_columns(y);
       // In units of the sums of codes, which Join scales at the end.
       constexpr float kFactor = block_norm(RowLanes<D>::kLog) / (kDown * format::kLevelUnit);
+      with_index<0, N>(n, [&](auto i) {
+        softmax.total[i] += p[0], softmax.total[i] += p[1];
 #pragma unroll
-      for (int i = 0; i < X::kTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float factor = kFactor * block_.plan.codes.value_inverses[h];
-          softmax.sums[i][n][h] = fmaf(y[2 * i + h], factor, softmax.sums[i][n][h]);
+        for (int e = 0; e < 2 * X::kTiles; ++e) {
+          const float factor = kFactor * block_.plan.codes.value_inverses[e % 2];
+          softmax.sums[e / 2][i][e % 2] = fmaf(y[e], factor, softmax.sums[e / 2][i][e % 2]);
         }
-      }
-    });
+      });
+    }
   }
 
  private:
@@ -101,10 +105,9 @@ class ExactTail {
   }
 
   // Scores of row 4 n + t for keys g and g + 8, in units of the integer scores, so that one running maximum serves
-  // both.
-  __device__ __forceinline__ Visible scores(const Rows& rows, const Queries<D, N>& queries, const Segment& segment,
-                                            const ExactUnit& unit, int n, const float (&dot)[4],
-                                            float (&score)[2]) const {
+  // both. scale: what a score is multiplied by to be a power of two.
+  __device__ __forceinline__ Visible scores(const Rows& rows, const Segment& segment, const ExactUnit& unit, int n,
+                                            float scale, const float (&dot)[4], float (&score)[2]) const {
     const Attention& a = block_.call;
     const int lane = kManyRows ? computed_here(block_.lane) : block_.lane, g = lane / 4, t = lane % 4;
     RowPlace place;
@@ -117,7 +120,7 @@ class ExactTail {
       const int j = 8 * h + g, k = segment.work.exact_key(unit.first + h * unit.per_stage + g);
       score[h] = dot[2 * h] * a.softmax_scale;
       if (capped) score[h] = a.soft_cap * tanh_fast(__fdividef(score[h], a.soft_cap));
-      score[h] = capped ? score[h] * kLog2E : __fdividef(score[h] * kLog2E - row.shift, queries.scale(n));
+      score[h] = capped ? score[h] * kLog2E : __fdividef(score[h] * kLog2E - row.shift, scale);
       const bool sees = real && unit.holds(j) && k >= a.first_visible(place.position) && k <= place.position &&
                         (k < segment.work.sinks || k >= row.end);
       if (!sees) score[h] = -INFINITY;

@@ -31,88 +31,83 @@ class Join {
   // warps first add another warp's state to their own; then all warps share the work.
   template <class Queries>
   __device__ __forceinline__ void warps(const Queries& queries, RunningSoftmax<D, N>& softmax, float* to) const {
-    float m[N], total[N];
+    Head mine[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const auto add = [](float x, float y) { return x + y; };
-      total[n] = over_tokens(softmax.total[n], add);
-      m[n] = total[n] == 0 ? -INFINITY
-                           : fmaf(softmax.max[n], queries.scale(n),
-                                  block_.call.soft_cap > 0 ? 0.0f : block_.rows()[4 * n + block_.t].shift);
-      const float less = block_.plan.codes.value_top * over_tokens(softmax.weights[n], add);
-#pragma unroll
-      for (int i = 0; i < X::kTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float& x = softmax.sums[i][n][h];
-          x = (block_.plan.codes.value_steps[h] * x - less) * format::kLevelUnit;
-        }
-      }
+      Head& head = mine[n];
+      head.total = over_tokens(softmax.total[n], add);
+      head.max = head.total == 0 ? -INFINITY
+                                 : fmaf(softmax.max[n], queries.scale(n),
+                                        block_.call.soft_cap > 0 ? 0.0f : block_.rows()[4 * n + block_.t].shift);
+      head.less = block_.plan.codes.value_top * over_tokens(softmax.weights[n], add);
     }
     __syncthreads();  // the exact tail's scratch is in the same memory
     const int states = block_.plan.states;
-    float* state = block_.join() + block_.warp % states * X::kState * 32 + block_.lane;
-    const auto element = [&](int n, int i, int h) -> float& {
-      return state[32 * (2 * N + (n * X::kTiles + i) * 2 + h)];
-    };
-    const auto leave = [&] {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        state[32 * n] = m[n], state[32 * (N + n)] = total[n];
-#pragma unroll
-        for (int i = 0; i < X::kTiles; ++i) {
-          element(n, i, 0) = softmax.sums[i][n][0], element(n, i, 1) = softmax.sums[i][n][1];
-        }
-      }
-    };
+    const State own{block_.join() + block_.warp % states * X::kState};
     // In round 0 the warps without room leave their states, if there are such warps; in round 1 the others do. A loop,
-    // so that the code of `leave` exists once.
+    // so that the code that leaves a state exists once.
 #pragma unroll 1
     for (int round = states < block_.plan.warps ? 0 : 1; round < 2; ++round) {
       if (round == 1 && block_.warp + states < block_.plan.warps) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          const float top = fmaxf(m[n], state[32 * n]);
-          const float mine = weight_of(m[n], top), theirs = weight_of(state[32 * n], top);
-          m[n] = top, total[n] = mine * total[n] + theirs * state[32 * (N + n)];
+          const Head other = own.head(4 * n + block_.t);
+          const float top = fmaxf(mine[n].max, other.max);
+          const float by = weight_of(mine[n].max, top), weight = weight_of(other.max, top);
+          mine[n] = {top, by * mine[n].total + weight * other.total, by * mine[n].less + weight * other.less};
 #pragma unroll
-          for (int i = 0; i < X::kTiles; ++i) {
+          for (int v = 0; v < kVectors; ++v) {
+            Vector x = own.sums(n, v, block_.lane);
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              float& x = softmax.sums[i][n][h];
-              x = mine * x + theirs * element(n, i, h);
+            for (int k = 0; k < kTogether; ++k) {
+              float& sum = sum_of(softmax, n, v, k);
+              sum = by * sum + weight * x.of[k];
             }
           }
         }
       }
-      if ((block_.warp < states) == (round == 1)) leave();
+      if ((block_.warp < states) == (round == 1)) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          if (block_.g == 0) own.set_head(4 * n + block_.t, mine[n]);
+#pragma unroll
+          for (int v = 0; v < kVectors; ++v) {
+            Vector x;
+#pragma unroll
+            for (int k = 0; k < kTogether; ++k) x.of[k] = sum_of(softmax, n, v, k);
+            own.sums(n, v, block_.lane) = x;
+          }
+        }
+      }
       __syncthreads();
     }
     const int lane = computed_here(block_.lane), g = lane / 4, t = lane % 4;
 #pragma unroll 1
-    for (int n = 0; n < N; ++n) {
-      const auto of = [&](int warp, int i) { return block_.join()[(warp * X::kState + i) * 32 + lane]; };
-      float weight[kMaxWarps], top = -INFINITY;
+    for (int i = block_.warp; i < N * kVectors; i += block_.plan.warps) {
+      const int n = i % N, v = i / N;
+      float weight[kMaxWarps], x[kTogether] = {};
+      Head all{-INFINITY, 0, 0};
 #pragma unroll
-      for (int w = 0; w < kMaxWarps; ++w) weight[w] = w < states ? of(w, n) : -INFINITY, top = fmaxf(top, weight[w]);
-#pragma unroll
-      for (int w = 0; w < kMaxWarps; ++w) weight[w] = weight_of(weight[w], top);
-      const auto sum = [&](int i) {
-        float x = 0;
-#pragma unroll
-        for (int w = 0; w < kMaxWarps; ++w) {
-          if (w < states) x = fmaf(weight[w], of(w, i), x);
-        }
-        return x;
-      };
-      float* row = to + (4 * n + t) * X::kPart;
-      if (block_.warp == 0) {
-        const float all = sum(N + n);
-        if (g == 0) row[0] = top, row[1] = all;
+      for (int w = 0; w < kMaxWarps; ++w) {
+        weight[w] = w < states ? state(w).head(4 * n + t).max : -INFINITY, all.max = fmaxf(all.max, weight[w]);
       }
-#pragma unroll 1
-      for (int i = block_.warp; i < 2 * X::kTiles; i += block_.plan.warps) {  // eight channels
-        row[kPartHead + 8 * i + g] = sum(2 * N + 2 * X::kTiles * n + i);
+#pragma unroll
+      for (int w = 0; w < kMaxWarps; ++w) {
+        if (w >= states) continue;
+        const Head head = state(w).head(4 * n + t);
+        const Vector sums = state(w).sums(n, v, lane);
+        weight[w] = weight_of(weight[w], all.max);
+        all.total = fmaf(weight[w], head.total, all.total), all.less = fmaf(weight[w], head.less, all.less);
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) x[k] = fmaf(weight[w], sums.of[k], x[k]);
+      }
+      float* row = to + (4 * n + t) * X::kPart;
+      if (v == 0 && g == 0) row[0] = all.max, row[1] = all.total;
+      row += kPartHead + 8 * kTogether * v + g;
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        row[8 * k] = fmaf(block_.plan.codes.value_steps[k % 2], x[k], -all.less) * format::kLevelUnit;
       }
     }
   }
@@ -172,6 +167,37 @@ class Join {
   }
 
  private:
+  // A row's maximum and denominator, and what its sums are too large by, before they count in units of levels.
+  struct Head {
+    float max, total, less;
+  };
+  // Sums of one row that a lane holds: of every eighth channel, `kTogether` of them.
+  static constexpr int kTogether = X::kTogether, kVectors = 2 * X::kTiles / kTogether;
+  struct alignas(4 * kTogether) Vector {
+    float of[kTogether];
+  };
+
+  // A warp's state in shared memory: float [3, rows], then Vector [N, kVectors, 32 lanes].
+  struct State {
+    float* memory;
+
+    __device__ __forceinline__ Head head(int row) const {
+      return {memory[row], memory[X::kRows + row], memory[2 * X::kRows + row]};
+    }
+    __device__ __forceinline__ void set_head(int row, const Head& x) const {
+      memory[row] = x.max, memory[X::kRows + row] = x.total, memory[2 * X::kRows + row] = x.less;
+    }
+    __device__ __forceinline__ Vector& sums(int n, int v, int lane) const {
+      return reinterpret_cast<Vector*>(memory + X::kStateHead)[(n * kVectors + v) * 32 + lane];
+    }
+  };
+  __device__ __forceinline__ State state(int warp) const { return {block_.join() + warp * X::kState}; }
+
+  // Sum k of vector v of row 4 n + t: of channel 8 (kTogether v + k) + g.
+  static __device__ __forceinline__ float& sum_of(RunningSoftmax<D, N>& softmax, int n, int v, int k) {
+    return softmax.sums[(kTogether * v + k) / 2][n][k % 2];
+  }
+
   const BlockView block_;
 };
 

@@ -238,7 +238,7 @@ class SplitKvBlock {
     pipeline_.stages(stages);
 #pragma unroll
     for (int i = 0; i < kUnitStages; ++i) pipeline_.wait(stages[i]);
-    tail_.attend(rows_, queries_, segment, ExactUnit(block_, segment, unit, stages), softmax_);
+    tail_.attend(rows_, segment, ExactUnit(block_, segment, unit, stages), softmax_);
   }
 
   // ---- The end of a segment, of which this block had numbers [from, to)

@@ -146,6 +146,9 @@ constexpr int resident_small_blocks(int n, int d) { return n * d <= 128 ? 4 : n 
 // The threads that registers have to suffice for.
 constexpr int bounding_threads(int n, int d) { return 128 * resident_small_blocks(n, d) / resident_blocks(n, d); }
 
+// How many rows of a block of `rows` a warp rotates together. Blocks of four rows have as many warps at least.
+constexpr int rows_at_once(int rows) { return rows > 4 ? 2 : 1; }
+
 // A partial result of a row: its maximum and its denominator, padding to 16 bytes, and d sums.
 constexpr int kPartHead = 4;
 constexpr int part_floats(int d) { return kPartHead + d; }
@@ -158,7 +161,9 @@ struct SplitKvTraits {
   static constexpr int kFrags = Operands::kChunks * Operands::kFrags;  // products over all channels of a key
   static constexpr int kTiles = D / 16;                                // products over all channels of a value
   static constexpr int kSums = 2 * kTiles * N;                         // sums of weighted values in a lane
-  static constexpr int kState = kSums + 2 * N;                         // and its maxima and denominators
+  // What a warp leaves for the join: three numbers of each row, then the sums of its lanes, so many at a time.
+  static constexpr int kStateHead = 3 * kRows, kState = kStateHead + 32 * kSums;
+  static constexpr int kTogether = kTiles % 2 == 0 ? 4 : 2;
   static constexpr int kPart = part_floats(D);
 };
 

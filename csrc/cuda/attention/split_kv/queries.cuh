@@ -56,76 +56,15 @@ class Queries {
  public:
   explicit __device__ __forceinline__ Queries(const BlockView& block) : block_(block) {}
 
-  // Lays the rows of a segment out as operands, a warp per row, and ends with all warps holding theirs.
+  // Lays the rows of a segment out as operands, and ends with all warps holding theirs.
   __device__ __forceinline__ void prepare(const Rows& rows, const Segment& segment) {
     const Attention& a = block_.call;
     const int lane = computed_here(block_.lane);
-    uint8_t* operands = block_.shared + block_.plan.operands;  // [N, frags, 32 lanes, x and y, 4]
+    const uint8_t* operands = block_.shared + block_.plan.operands;  // [N, frags, 32 lanes, x and y, 4]
     wait_for_committed_copies();
     __syncwarp();
 #pragma unroll 1
-    for (int r = rows.first_of_warp(); r < X::kRows; r += block_.plan.warps) {
-      RowPlace place;
-      float y[Lanes::kPerLane] = {};
-      QueryRow row{1, 0, 0, 0, 0};
-      const bool real = rows.find(segment, r, place);
-      if (real) {
-        with_float_type(a.dtype, [&](auto tag) {
-          const auto* from = reinterpret_cast<const typename decltype(tag)::type*>(rows.raw()) + r * D;
-#pragma unroll
-          for (int i = 0; i < Lanes::kPerLane; ++i) y[i] = static_cast<float>(from[Lanes::channel(lane, i)]);
-        });
-        const format::Channels of_head = a.channels.of_head(segment.head, D);
-        if (of_head.center) {
-#pragma unroll
-          for (int i = 0; i < Lanes::kPerLane; ++i) {
-            row.shift = fmaf(y[i], of_head.center[Lanes::channel(lane, i)], row.shift);
-          }
-        }
-        if (of_head.inverse) Lanes::apply(of_head.inverse, lane, y);
-        const SequenceWork& work = segment.work;
-        row.first = max(a.first_visible(place.position), work.tail.sinks);
-        row.end = a.recent(work.tail, place.position, a.new_begin(work.length, work.queries));
-      }
-      Lanes::apply(block_.signs(), lane, y);
-      transform<typename Lanes::Rotation>(y, lane);
-      if (block_.plan.codes.shifts) subtract_neighbours<D>(y, lane);
-      float largest = 1e-30f;
-#pragma unroll
-      for (int i = 0; i < Lanes::kPerLane; ++i) largest = max_or_nan(largest, fabsf(y[i]));
-      // Floats that are not negative are ordered like integers, with NaN above all.
-      largest = __int_as_float(max_of_lanes(__float_as_int(largest)));
-      if (a.channels.center) {
-#pragma unroll
-        for (int bit = 1; bit < Lanes::kLanes; bit *= 2) row.shift += __shfl_xor_sync(0xffffffff, row.shift, bit);
-      }
-      const float scale = a.softmax_scale * kLog2E, factor = (scale < 0 ? -kLargestQuery : kLargestQuery) / largest;
-      int sum = 0;
-      constexpr int kNeighbours = std::min(Lanes::Rotation::kVec, 4);
-#pragma unroll
-      for (int k = 0; k < Lanes::kPerLane; k += kNeighbours) {
-        uint8_t* first = operand(operands, r, Lanes::channel(lane, k));
-#pragma unroll
-        for (int i = 0; i < kNeighbours; ++i) {
-          const int x = __float2int_rn(y[k + i] * factor);
-          if (!Lanes::writes(lane)) continue;
-          store_operand(operand_behind<D>(first, block_.plan.codes.order, i), x);
-          sum += x * block_.plan.codes.twice_zero(Lanes::channel(lane, k + i));
-        }
-      }
-#pragma unroll
-      for (int c = D + lane; c < X::Operands::kChannels; c += 32) {  // padding of the last chunk
-        store_operand(operand(operands, r, c), 0);
-      }
-      sum = sum_of_lanes(sum);
-      if (lane == 0) {
-        row.scale = max_or_nan(largest / kLargestQuery * fabsf(scale) * format::kLevelUnit * block_.plan.codes.key_unit,
-                               1e-30f);
-        row.shift *= scale;
-        row.zero = sum >> 1;
-        block_.rows()[r] = row;
-      }
-    }
+    for (int r = rows.first_of_warp(); r < X::kRows; r += kAtOnce * block_.plan.warps) prepare_rows(rows, segment, r);
     __syncthreads();
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -153,6 +92,111 @@ class Queries {
   __device__ __forceinline__ bool all_see(int begin, int end) const { return !(begin < all_first_ || end > all_end_); }
 
  private:
+  // Rows that a warp rotates together, because each waits for exchanges between lanes most of the time.
+  static constexpr int kAtOnce = rows_at_once(X::kRows);
+
+  // Operands of rows r, r + warps, .. of the block, kAtOnce of them.
+  __device__ __forceinline__ void prepare_rows(const Rows& rows, const Segment& segment, int r) const {
+    const Attention& a = block_.call;
+    const int lane = computed_here(block_.lane);
+    uint8_t* operands = block_.shared + block_.plan.operands;
+    float y[kAtOnce][Lanes::kPerLane];
+    QueryRow row[kAtOnce];
+    with_float_type(a.dtype, [&](auto tag) {
+      const auto* raw = reinterpret_cast<const typename decltype(tag)::type*>(rows.raw());
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const auto* from = raw + min(r + k * block_.plan.warps, X::kRows - 1) * D;
+#pragma unroll
+        for (int i = 0; i < Lanes::kPerLane; ++i) y[k][i] = static_cast<float>(from[Lanes::channel(lane, i)]);
+      }
+    });
+    const format::Channels of_head = a.channels.of_head(segment.head, D);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      RowPlace place;
+      const bool real = rows.find(segment, r + k * block_.plan.warps, place);
+#pragma unroll
+      for (int i = 0; i < Lanes::kPerLane; ++i) y[k][i] = real ? y[k][i] : 0;
+      row[k] = {1, 0, 0, 0, 0};
+      const SequenceWork& work = segment.work;
+      if (real) {
+        row[k].first = max(a.first_visible(place.position), work.tail.sinks);
+        row[k].end = a.recent(work.tail, place.position, a.new_begin(work.length, work.queries));
+      }
+    }
+    if (of_head.center) {
+#pragma unroll
+      for (int i = 0; i < Lanes::kPerLane; ++i) {
+        const float center = of_head.center[Lanes::channel(lane, i)];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) row[k].shift = fmaf(y[k][i], center, row[k].shift);
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+        for (int bit = 1; bit < Lanes::kLanes; bit *= 2) {
+          row[k].shift += __shfl_xor_sync(0xffffffff, row[k].shift, bit);
+        }
+      }
+    }
+    if (of_head.inverse) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) Lanes::apply(of_head.inverse, lane, y[k]);
+    }
+    float largest[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      Lanes::apply(block_.signs(), lane, y[k]);
+      transform<typename Lanes::Rotation>(y[k], lane);
+    }
+    if (block_.plan.codes.shifts) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) subtract_neighbours<D>(y[k], lane);
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      largest[k] = 1e-30f;
+#pragma unroll
+      for (int i = 0; i < Lanes::kPerLane; ++i) largest[k] = max_or_nan(largest[k], fabsf(y[k][i]));
+      // Floats that are not negative are ordered like integers, with NaN above all.
+      largest[k] = __int_as_float(max_of_lanes(__float_as_int(largest[k])));
+    }
+    const float scale = a.softmax_scale * kLog2E;
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int at = r + k * block_.plan.warps;
+      const bool writes = Lanes::writes(lane) && (kAtOnce == 1 || at < X::kRows);
+      const float factor = (scale < 0 ? -kLargestQuery : kLargestQuery) / largest[k];
+      int sum = 0;
+      constexpr int kNeighbours = std::min(Lanes::Rotation::kVec, 4);
+#pragma unroll
+      for (int j = 0; j < Lanes::kPerLane; j += kNeighbours) {
+        uint8_t* first = operand(operands, at, Lanes::channel(lane, j));
+#pragma unroll
+        for (int i = 0; i < kNeighbours; ++i) {
+          const int x = __float2int_rn(y[k][j + i] * factor);
+          if (!writes) continue;
+          store_operand(operand_behind<D>(first, block_.plan.codes.order, i), x);
+          sum += x * block_.plan.codes.twice_zero(Lanes::channel(lane, j + i));
+        }
+      }
+      if (kAtOnce > 1 && at >= X::kRows) continue;
+#pragma unroll
+      for (int c = D + lane; c < X::Operands::kChannels; c += 32) {  // padding of the last chunk
+        store_operand(operand(operands, at, c), 0);
+      }
+      sum = sum_of_lanes(sum);
+      if (lane == 0) {
+        row[k].scale = max_or_nan(
+            largest[k] / kLargestQuery * fabsf(scale) * format::kLevelUnit * block_.plan.codes.key_unit, 1e-30f);
+        row[k].shift *= scale;
+        row[k].zero = sum >> 1;
+        block_.rows()[at] = row[k];
+      }
+    }
+  }
+
   __device__ __forceinline__ uint8_t* operand(uint8_t* operands, int r, int channel) const {
     return operand_of_row<D>(operands, r, X::Operands::place(block_.plan.codes.order, channel));
   }
