@@ -48,14 +48,15 @@ pytestmark = pytest.mark.cuda
 
 @pytest.mark.parametrize("group", [1, 4, 5, 7, 8, 12, 16, 48, 71])
 def test_numbers_of_rows(group):
-    """Around every border of a tile of rows; a tile begins and ends inside a group."""
-    rows = (15, 16, 17, 20, 32, 33, 63, 64, 65, 96, 127, 128, 129, 300)
+    """Around every border of a tile of rows, whose size depends on the keys, too; a tile begins and
+    ends inside a group."""
+    rows = (15, 16, 17, 20, 32, 33, 63, 64, 65, 96, 127, 128, 129, 192, 193, 300)
     config = tt.preset("k4v4u", 128, recent_window=20)
     q_lens = dict.fromkeys(-(-n // group) for n in rows)
     for i, q_len in enumerate(q_lens):
         case = build(
             config,
-            [700, q_len, 45 + q_len],
+            [700 if i % 3 else 2100, q_len, 45 + q_len],
             [q_len] * 3,
             q_heads=group,
             kv_heads=1,
