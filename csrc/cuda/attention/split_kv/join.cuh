@@ -40,7 +40,15 @@ class Join {
       head.max = head.total == 0 ? -INFINITY
                                  : fmaf(softmax.max[n], queries.scale(n),
                                         block_.call.soft_cap > 0 ? 0.0f : block_.rows()[4 * n + block_.t].shift);
-      head.less = block_.plan.codes.value_top * over_tokens(softmax.weights[n], add);
+      const float less = block_.plan.codes.value_top * over_tokens(softmax.weights[n], add);
+#pragma unroll
+      for (int i = 0; i < X::kTiles; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& x = softmax.sums[i][n][h];
+          x = (block_.plan.codes.value_steps[h] * x - less) * format::kLevelUnit;
+        }
+      }
     }
     __syncthreads();  // the exact tail's scratch is in the same memory
     const int states = block_.plan.states;
@@ -55,7 +63,7 @@ class Join {
           const Head other = own.head(4 * n + block_.t);
           const float top = fmaxf(mine[n].max, other.max);
           const float by = weight_of(mine[n].max, top), weight = weight_of(other.max, top);
-          mine[n] = {top, by * mine[n].total + weight * other.total, by * mine[n].less + weight * other.less};
+          mine[n] = {top, by * mine[n].total + weight * other.total};
 #pragma unroll
           for (int v = 0; v < kVectors; ++v) {
             Vector x = own.sums(n, v, block_.lane);
@@ -87,7 +95,7 @@ class Join {
     for (int i = block_.warp; i < N * kVectors; i += block_.plan.warps) {
       const int n = i % N, v = i / N;
       float weight[kMaxWarps], x[kTogether] = {};
-      Head all{-INFINITY, 0, 0};
+      Head all{-INFINITY, 0};
 #pragma unroll
       for (int w = 0; w < kMaxWarps; ++w) {
         weight[w] = w < states ? state(w).head(4 * n + t).max : -INFINITY, all.max = fmaxf(all.max, weight[w]);
@@ -98,7 +106,7 @@ class Join {
         const Head head = state(w).head(4 * n + t);
         const Vector sums = state(w).sums(n, v, lane);
         weight[w] = weight_of(weight[w], all.max);
-        all.total = fmaf(weight[w], head.total, all.total), all.less = fmaf(weight[w], head.less, all.less);
+        all.total = fmaf(weight[w], head.total, all.total);
 #pragma unroll
         for (int k = 0; k < kTogether; ++k) x[k] = fmaf(weight[w], sums.of[k], x[k]);
       }
@@ -106,9 +114,7 @@ class Join {
       if (v == 0 && g == 0) row[0] = all.max, row[1] = all.total;
       row += kPartHead + 8 * kTogether * v + g;
 #pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        row[8 * k] = fmaf(block_.plan.codes.value_steps[k % 2], x[k], -all.less) * format::kLevelUnit;
-      }
+      for (int k = 0; k < kTogether; ++k) row[8 * k] = x[k];
     }
   }
 
@@ -167,9 +173,9 @@ class Join {
   }
 
  private:
-  // A row's maximum and denominator, and what its sums are too large by, before they count in units of levels.
+  // A row's maximum and denominator.
   struct Head {
-    float max, total, less;
+    float max, total;
   };
   // Sums of one row that a lane holds: of every eighth channel, `kTogether` of them.
   static constexpr int kTogether = X::kTogether, kVectors = 2 * X::kTiles / kTogether;
@@ -177,15 +183,13 @@ class Join {
     float of[kTogether];
   };
 
-  // A warp's state in shared memory: float [3, rows], then Vector [N, kVectors, 32 lanes].
+  // A warp's state in shared memory: float [2, rows], then Vector [N, kVectors, 32 lanes].
   struct State {
     float* memory;
 
-    __device__ __forceinline__ Head head(int row) const {
-      return {memory[row], memory[X::kRows + row], memory[2 * X::kRows + row]};
-    }
+    __device__ __forceinline__ Head head(int row) const { return {memory[row], memory[X::kRows + row]}; }
     __device__ __forceinline__ void set_head(int row, const Head& x) const {
-      memory[row] = x.max, memory[X::kRows + row] = x.total, memory[2 * X::kRows + row] = x.less;
+      memory[row] = x.max, memory[X::kRows + row] = x.total;
     }
     __device__ __forceinline__ Vector& sums(int n, int v, int lane) const {
       return reinterpret_cast<Vector*>(memory + X::kStateHead)[(n * kVectors + v) * 32 + lane];

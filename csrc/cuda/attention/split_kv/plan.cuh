@@ -161,8 +161,8 @@ struct SplitKvTraits {
   static constexpr int kFrags = Operands::kChunks * Operands::kFrags;  // products over all channels of a key
   static constexpr int kTiles = D / 16;                                // products over all channels of a value
   static constexpr int kSums = 2 * kTiles * N;                         // sums of weighted values in a lane
-  // What a warp leaves for the join: three numbers of each row, then the sums of its lanes, so many at a time.
-  static constexpr int kStateHead = 3 * kRows, kState = kStateHead + 32 * kSums;
+  // What a warp leaves for the join: two numbers of each row, then the sums of its lanes, so many at a time.
+  static constexpr int kStateHead = 2 * kRows, kState = kStateHead + 32 * kSums;
   static constexpr int kTogether = kTiles % 2 == 0 ? 4 : 2;
   static constexpr int kPart = part_floats(D);
 };
