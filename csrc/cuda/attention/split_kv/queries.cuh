@@ -95,7 +95,11 @@ class Queries {
   // Rows that a warp rotates together, because each waits for exchanges between lanes most of the time.
   static constexpr int kAtOnce = rows_at_once(X::kRows);
 
-  // Operands of rows r, r + warps, .. of the block, kAtOnce of them.
+  // The k-th of the rows that a warp rotates from row r on, and whether the block has it.
+  __device__ __forceinline__ int row_at(int r, int k) const { return r + k * block_.plan.warps; }
+  __device__ __forceinline__ bool holds(int r, int k) const { return k == 0 || row_at(r, k) < X::kRows; }
+
+  // Lays out row r, which the block has, and the next ones, kAtOnce in all.
   __device__ __forceinline__ void prepare_rows(const Rows& rows, const Segment& segment, int r) const {
     const Attention& a = block_.call;
     const int lane = computed_here(block_.lane);
@@ -106,7 +110,7 @@ class Queries {
       const auto* raw = reinterpret_cast<const typename decltype(tag)::type*>(rows.raw());
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const auto* from = raw + min(r + k * block_.plan.warps, X::kRows - 1) * D;
+        const auto* from = raw + (holds(r, k) ? row_at(r, k) : r) * D;
 #pragma unroll
         for (int i = 0; i < Lanes::kPerLane; ++i) y[k][i] = static_cast<float>(from[Lanes::channel(lane, i)]);
       }
@@ -115,7 +119,7 @@ class Queries {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       RowPlace place;
-      const bool real = rows.find(segment, r + k * block_.plan.warps, place);
+      const bool real = holds(r, k) && rows.find(segment, row_at(r, k), place);
 #pragma unroll
       for (int i = 0; i < Lanes::kPerLane; ++i) y[k][i] = real ? y[k][i] : 0;
       row[k] = {1, 0, 0, 0, 0};
@@ -144,7 +148,6 @@ class Queries {
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) Lanes::apply(of_head.inverse, lane, y[k]);
     }
-    float largest[kAtOnce];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       Lanes::apply(block_.signs(), lane, y[k]);
@@ -154,6 +157,7 @@ class Queries {
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) subtract_neighbours<D>(y[k], lane);
     }
+    float largest[kAtOnce];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       largest[k] = 1e-30f;
@@ -165,8 +169,8 @@ class Queries {
     const float scale = a.softmax_scale * kLog2E;
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      const int at = r + k * block_.plan.warps;
-      const bool writes = Lanes::writes(lane) && (kAtOnce == 1 || at < X::kRows);
+      const int at = row_at(r, k);
+      const bool writes = Lanes::writes(lane) && holds(r, k);
       const float factor = (scale < 0 ? -kLargestQuery : kLargestQuery) / largest[k];
       int sum = 0;
       constexpr int kNeighbours = std::min(Lanes::Rotation::kVec, 4);
@@ -181,15 +185,16 @@ class Queries {
           sum += x * block_.plan.codes.twice_zero(Lanes::channel(lane, j + i));
         }
       }
-      if (kAtOnce > 1 && at >= X::kRows) continue;
+      if (!holds(r, k)) continue;
 #pragma unroll
       for (int c = D + lane; c < X::Operands::kChannels; c += 32) {  // padding of the last chunk
         store_operand(operand(operands, at, c), 0);
       }
       sum = sum_of_lanes(sum);
       if (lane == 0) {
-        row[k].scale = max_or_nan(
-            largest[k] / kLargestQuery * fabsf(scale) * format::kLevelUnit * block_.plan.codes.key_unit, 1e-30f);
+        row[k].scale =
+            max_or_nan(largest[k] / kLargestQuery * fabsf(scale) * format::kLevelUnit * block_.plan.codes.key_unit,
+                       1e-30f);
         row[k].shift *= scale;
         row[k].zero = sum >> 1;
         block_.rows()[at] = row[k];
