@@ -49,7 +49,7 @@ class ExactTail {
     for (int n = 0; n < N; ++n) {
       float dot[4] = {}, score[2], top = 0, p[2];
       multiply_keys(rows, n, unit, dot);
-      const float scale = block_.call.soft_cap > 0 ? 1.0f : block_.rows()[4 * n + block_.t].scale;
+      const float scale = score_scale(block_.call, block_.rows()[4 * n + block_.t]);
       const Visible visible = scores(rows, segment, unit, n, scale, dot, score);
       const float most = over_tokens(fmaxf(score[0], score[1]), [](float x, float y) { return fmaxf(x, y); });
       with_index<0, N>(n, [&](auto i) {
@@ -105,7 +105,7 @@ class ExactTail {
   }
 
   // Scores of row 4 n + t for keys g and g + 8, in units of the integer scores, so that one running maximum serves
-  // both. scale: what a score is multiplied by to be a power of two.
+  // both. scale: the row's score_scale.
   __device__ __forceinline__ Visible scores(const Rows& rows, const Segment& segment, const ExactUnit& unit, int n,
                                             float scale, const float (&dot)[4], float (&score)[2]) const {
     const Attention& a = block_.call;

@@ -146,7 +146,8 @@ constexpr int resident_small_blocks(int n, int d) { return n * d <= 128 ? 4 : n 
 // The threads that registers have to suffice for.
 constexpr int bounding_threads(int n, int d) { return 128 * resident_small_blocks(n, d) / resident_blocks(n, d); }
 
-// How many rows of a block of `rows` a warp rotates together. Blocks of 8 rows, which all head_dims have, gain nothing.
+// How many rows of a block of `rows` a warp rotates together. Blocks of 8 rows gain nothing, but most head_dims have
+// them, whose kernels would all be larger.
 constexpr int rows_at_once(int rows) { return rows > 8 ? 2 : 1; }
 
 // A partial result of a row: its maximum and its denominator, padding to 16 bytes, and d sums.

@@ -47,6 +47,11 @@ __device__ __forceinline__ void subtract_neighbours(float (&y)[RowLanes<D>::kPer
   }
 }
 
+// What a score is multiplied by to be a power of two. Capped scores are such already.
+__device__ __forceinline__ float score_scale(const Attention& a, const QueryRow& row) {
+  return a.soft_cap > 0 ? 1.0f : row.scale;
+}
+
 template <int D, int N>
 class Queries {
   using X = SplitKvTraits<D, N>;
@@ -73,7 +78,7 @@ class Queries {
         operand_[n][i] = reinterpret_cast<const uint2*>(operands)[(n * X::kFrags + i) * 32 + lane];
       }
       const QueryRow& row = block_.rows()[4 * n + block_.t];
-      scale_[n] = a.soft_cap > 0 ? 1.0f : row.scale, zero_[n] = row.zero;
+      scale_[n] = score_scale(a, row), zero_[n] = row.zero;
     }
     const bool real = lane < min(X::kRows, segment.work.rows(a) - segment.block * X::kRows);
     all_first_ = max_of_lanes(real ? block_.rows()[lane].first : 0);
@@ -82,8 +87,7 @@ class Queries {
 
   // Operand `frag` of rows 4 n to 4 n + 3.
   __device__ __forceinline__ uint2 operand(int n, int frag) const { return operand_[n][frag]; }
-  // Of row 4 n + t: what a score is multiplied by to be a power of two (capped scores are such already), and
-  // QueryRow::zero.
+  // Of row 4 n + t: score_scale and QueryRow::zero.
   __device__ __forceinline__ float scale(int n) const { return scale_[n]; }
   __device__ __forceinline__ int zero(int n) const { return zero_[n]; }
   // Row 4 n + t.
