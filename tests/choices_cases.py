@@ -85,7 +85,9 @@ FULL_OF_AN_EXPERT = "more than 256 tokens of float32 for each expert on average"
 NO_ROOM = "shared memory has no room for a token's channels"
 IN_A_GRAPH = "a CUDA graph, which cannot wait"
 WITHOUT, FULL_TOKENS = "without products of warpgroups", "256 tokens of float32"
-UP_TO_32_TOKENS = "up to 32 tokens, and n * k is at most 12 million"
+UP_TO_32_TOKENS = "up to 32 tokens, and n * k is at most 26 million"
+UP_TO_64_TOKENS = "up to 64 tokens, and n * k is at most 17 million"
+UP_TO_96_TOKENS = "up to 96 tokens, and n * k is at most 5 million"
 FEWER_TOKENS = "fewer than 400 (n k / 2^24)^(4/3) tokens"
 MORE_TOKENS = "at least 400 (n k / 2^24)^(4/3) tokens"
 NO_PRODUCTS = f"{MANY}, {WITHOUT}"
@@ -231,15 +233,19 @@ CASES = [
     Case("qjl_sketch", {"vectors": 16 * 4 * 132 - 15}, "bulk", "many 16-bit vectors"),
     Case("linear_packed", {"tokens": 16}, "codes", "up to 16 tokens"),
     Case("linear_packed", {"tokens": 16}, "codes", "up to 16 tokens", "A100"),
-    Case("linear_packed", {"tokens": 17, "n": 3000, "k": 4000}, "codes", UP_TO_32_TOKENS),
-    Case("linear_packed", {"tokens": 32, "n": 12_000_000, "k": 1}, "codes", UP_TO_32_TOKENS),
-    Case("linear_packed", {"tokens": 17, "n": 3001, "k": 4000}, "tiles", FEWER_TOKENS),
+    Case("linear_packed", {"tokens": 17, "n": 6500, "k": 4000}, "codes", UP_TO_32_TOKENS),
+    Case("linear_packed", {"tokens": 32, "n": 26_000_000, "k": 1}, "codes", UP_TO_32_TOKENS),
+    Case("linear_packed", {"tokens": 17, "n": 6501, "k": 4000}, "tiles", FEWER_TOKENS),
+    Case("linear_packed", {"tokens": 33, "n": 17_000_000, "k": 1}, "codes", UP_TO_64_TOKENS),
+    Case("linear_packed", {"tokens": 33, "n": 17_000_001, "k": 1}, "tiles", FEWER_TOKENS),
+    Case("linear_packed", {"tokens": 65, "n": 5_000_000, "k": 1}, "codes", UP_TO_96_TOKENS),
+    Case("linear_packed", {"tokens": 65, "n": 5_000_001, "k": 1}, "tiles", FEWER_TOKENS),
     Case("linear_packed", {"tokens": 399, "dtype": HALF}, "tiles", FEWER_TOKENS),
     Case("linear_packed", {"tokens": 400}, "decoded", MORE_TOKENS),
-    Case("linear_packed", {"tokens": 33, "n": 640, "k": 1024}, "decoded", MORE_TOKENS),
+    Case("linear_packed", {"tokens": 97, "n": 640, "k": 1024}, "decoded", MORE_TOKENS),
     Case("linear_packed", {"tokens": 5000, "n": 1 << 40, "k": 1 << 40}, "tiles", FEWER_TOKENS),
     Case("linear_packed", {"tokens": 5001, "n": 1 << 40}, "decoded", "more than 5,000 tokens"),
-    Case("linear_packed", {"tokens": 17, "dtype": FULL}, "tiles", f"up to {FULL_TOKENS}"),
+    Case("linear_packed", {"tokens": 17, "n": 64, "dtype": FULL}, "tiles", f"up to {FULL_TOKENS}"),
     Case("linear_packed", {"tokens": 257, "dtype": FULL}, "decoded", f"more than {FULL_TOKENS}"),
     Case("linear_packed", {"tokens": 64}, "codes", f"up to 64 tokens, {WITHOUT}", "A100"),
     Case("linear_packed", {"tokens": 65}, "decoded", f"more than 64 tokens, {WITHOUT}", "B200"),

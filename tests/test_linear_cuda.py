@@ -136,9 +136,34 @@ def test_channels_are_shared_by_thread_blocks(f):
         check(randn(tokens, 8192, seed=tokens), case, packed)
 
 
+@pytest.mark.parametrize("f", FORMATS[:1] + FORMATS[-1:], ids=str)
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [
+        (16, 64),
+        (48, 128),
+        (256, 8960),
+        (640, 1024),
+        (1000, 4160),
+        (4500, 1088),
+        (7000, 640),
+        (40000, 128),
+    ],
+)
+def test_units_are_shared_by_warps(f, n, k):
+    """Warps begin and end within rows, have many or none; blocks share channels, or tokens."""
+    case = make_case(f, n, k)
+    packed = case.packed()
+    for tokens in (1, 2, 8, 9, 16, 17, 33, 64, 70):
+        dtype = FLOATS[0] if tokens <= 16 else FLOATS[1 + tokens % 2]
+        small = tokens <= 16 or n * k <= (26e6 if tokens <= 32 else 17e6 if tokens <= 64 else 5e6)
+        x, bias = randn(tokens, k, seed=tokens, dtype=dtype), randn(n, seed=4, dtype=dtype)
+        check(x, case, packed, bias, "codes" if small else None)
+
+
 EDGES = (17, 31, 33, 63, 64, 65, 95, 97, 127, 128, 129, 159, 160, 161, 191, 192, 193, 223, 224, 225)
-WIDE = ((70, 172096), (200, 65600), (513, 24576))
-"""Weights (n, k) of more than 12 million numbers: 17 to 257 tokens of any dtype take tiles."""
+WIDE = ((70, 372096), (200, 131136), (513, 51200))
+"""Weights (n, k) of more than 26 million numbers: 17 to 257 tokens of any dtype take tiles."""
 
 
 @formats
@@ -152,7 +177,7 @@ def test_neighbours_of_tiles(f, n, k):
         for dtype in dtypes:
             x = randn(tokens, k, seed=tokens, dtype=dtype)
             bias = randn(n, seed=4, dtype=dtype) if tokens % 2 else None
-            in_tiles = dtype == torch.float32 and 33 <= tokens <= 256
+            in_tiles = dtype == torch.float32 and 17 <= tokens <= 256
             check(x, case, packed, bias, "tiles" if in_tiles else None)
 
 
@@ -203,7 +228,7 @@ def test_slices_are_shared_by_workers(f, n, k):
 
 
 @pytest.mark.parametrize("f", FORMATS[:1] + FORMATS[-1:], ids=str)
-@pytest.mark.parametrize(("n", "k"), [(5200, 4096), (2048, 10240), (20000, 1088)])
+@pytest.mark.parametrize(("n", "k"), [(6500, 4096), (2048, 12800), (24000, 1088)])
 def test_16_bit_slices_are_shared_by_workers(f, n, k):
     case, packed = wide_case(f, n, k)
     for tokens in (20, 50, 90, 120, 150, 300, 500):

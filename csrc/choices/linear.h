@@ -27,9 +27,17 @@ struct LinearShape {
 
 namespace choices {
 
-// Measured on an H100 and an H200 (docs/measurements/performance_linear.md). Products of bytes are the fastest kernel
-// up to kFewTokens, and up to kFewTokensOfSmall where n * k is at most kSmallWeight.
-constexpr int64_t kFewTokens = 16, kFewTokensOfSmall = 32, kSmallWeight = 12'000'000;
+// Measured on an H200 (docs/measurements/performance_linear.md). Products of bytes are the fastest kernel up to
+// kFewTokens, and for more tokens the smaller the weight is. They round activations to 8 bits: those in float32 only
+// where they are few.
+constexpr int64_t kFewTokens = 16;
+struct FewTokens {
+  int64_t tokens, weights;  // the most tokens, of a weight of at most so many numbers
+  const char* reason;
+};
+constexpr FewTokens kFewTokensOfSmall[] = {{32, 26'000'000, "up to 32 tokens, and n * k is at most 26 million"},
+                                           {64, 17'000'000, "up to 64 tokens, and n * k is at most 17 million"},
+                                           {96, 5'000'000, "up to 96 tokens, and n * k is at most 5 million"}};
 // GPUs without tiles take products of bytes up to here.
 constexpr int64_t kMostCodeTokens = 64;
 // With more tokens torch's product of decoded rows is faster than tiles, however large the weight is.
@@ -58,12 +66,12 @@ constexpr LinearChoice choose_linear(const LinearShape& call, const DeviceFacts&
     }
     return {Kernel::kDecoded, "more than 64 tokens, without products of warpgroups"};
   }
-  if (call.tokens <= choices::kFewTokensOfSmall && choices::has_at_most(call, choices::kSmallWeight)) {
-    return {Kernel::kCodes, "up to 32 tokens, and n * k is at most 12 million"};
-  }
   if (call.dtype == Dtype::kFloat32) {
     if (call.tokens <= choices::kMostRoundedTokens) return {Kernel::kTiles, "up to 256 tokens of float32"};
     return {Kernel::kDecoded, "more than 256 tokens of float32"};
+  }
+  for (const choices::FewTokens& few : choices::kFewTokensOfSmall) {
+    if (call.tokens <= few.tokens && choices::has_at_most(call, few.weights)) return {Kernel::kCodes, few.reason};
   }
   if (call.tokens > choices::kMostTileTokens) return {Kernel::kDecoded, "more than 5,000 tokens"};
   if (choices::is_decoded_sooner(call)) return {Kernel::kDecoded, "at least 400 (n k / 2^24)^(4/3) tokens"};

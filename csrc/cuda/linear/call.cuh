@@ -30,6 +30,9 @@ constexpr int kTileColumns = 8;    // of a tensor-core product
 constexpr int kMostColumns = 64;   // of a thread block
 constexpr int kHalfChannels = 64;  // half a group of 128
 
+// Tiles of a block of up to kMostColumns columns; there are kernels for these numbers of tiles.
+constexpr int tiles_of(int columns) { return columns <= 8 ? 1 : columns <= 16 ? 2 : columns <= 32 ? 4 : 8; }
+
 // The activations of one group of channels, for all columns of a thread block. A pair is two neighbouring columns,
 // c and c + 1, which the accumulators of one lane have together.
 //
@@ -85,16 +88,14 @@ enum class Early {
   kPrefetch  // bring them into the L2 cache, which will also see what the previous kernel writes
 };
 
-// How the warps of a thread block share the slabs, of 16 rows, that it has at a time, and stream their units
-// (stream.cuh).
+// How warps stream units (stream.cuh).
 struct StreamPlan {
   RecordOfColumns record;  // of a block of columns
   int unit_bytes;
   bool has_subs;     // units have multipliers
-  int warps_k;       // warps that share the channels of a slab
-  int warps_rows;    // slabs at a time
   int chunk, slots;  // units of a copy; copies in flight, of a warp
   int ring, bytes;   // where the rings begin in shared memory, and all of it
+  int ring_stride;   // bytes from the ring of a warp to that of the next
 };
 
 struct Plan : StreamPlan {
@@ -104,19 +105,25 @@ struct Plan : StreamPlan {
   int row_blocks;    // thread blocks along the rows; the grid is [parts, row_blocks, blocks of columns]
   int slabs;         // of 16 rows, of the weight
   Share groups_of_part, slabs_of_block;
-  Share groups_of_warp[2];  // of a part with groups_of_part.each groups, and of one with one more
+  int warps_k;            // warps that share a slab, where shares are not even
+  int join, join_stride;  // where in shared memory a warp leaves sums of a slab that another begins; to the next warp
   Early early;
   float* partial;      // [parts, slabs, 32 lanes, 4 * tiles of columns]
   uint32_t* arrivals;  // [slabs], 0 between launches
 };
 
-// Warps of the thread block that a multiprocessor has: as many as have the registers that they need.
-__host__ __device__ constexpr int num_warps(int tiles) { return tiles <= 2 ? 20 : 16; }
+constexpr int kWarps = 16;  // of the thread block that a multiprocessor has
 
-constexpr int kMostSlots = 16;  // of a warp
+// Registers that a thread may have. 112 leave room on the multiprocessor for a block that quantises activations for the
+// next call, which is then there when this one ends; more than two tiles of columns need all.
+constexpr int most_registers(int tiles) { return tiles <= 2 ? 112 : 128; }
 
-// Bytes of shared memory for the barriers of all warps.
-__host__ __device__ constexpr int header_bytes(int tiles) { return 8 * num_warps(tiles) * kMostSlots; }
+// Whether warps have equal shares of their block's units, wherever a slab ends. Otherwise each has units of one slab, or
+// whole slabs: equal shares take memory for sums beside the rings, which only few columns leave.
+__host__ __device__ constexpr bool has_even_shares(int tiles) { return tiles <= 2; }
+
+constexpr int kMostSlots = 16;                         // of a warp
+constexpr int kHeaderBytes = 8 * kWarps * kMostSlots;  // of shared memory, for the barriers of all warps
 
 constexpr int kQuantiseWarps = 4;    // of a thread block of the kernel that quantises activations
 constexpr int kPieceChannels = 128;  // that a warp quantises at a time

@@ -9,7 +9,7 @@ namespace turboquant::cuda::linear {
 template <Codes CODES, Subs SUBS, int TILES>
 KernelEntry entry_of() {
   return {reinterpret_cast<const void*>(&linear_kernel<CODES, SUBS, TILES>),
-          reinterpret_cast<const void*>(&quantise_columns<CODES>), TILES};
+          reinterpret_cast<const void*>(&quantise_columns<CODES>)};
 }
 
 // With few tiles of columns kernels for units without multipliers are faster by a tenth, with more they are not.
@@ -17,10 +17,12 @@ template <Codes CODES>
 KernelEntry find_kernel(bool sub, int columns) {
   constexpr bool kBytes = CODES == Codes::kBytes;  // which have no multipliers
   constexpr Subs kAll = kBytes ? Subs::kNone : Subs::kAll, kEither = kBytes ? Subs::kNone : Subs::kEither;
-  if (columns <= 8) return sub ? entry_of<CODES, kAll, 1>() : entry_of<CODES, Subs::kNone, 1>();
-  if (columns <= 16) return sub ? entry_of<CODES, kAll, 2>() : entry_of<CODES, Subs::kNone, 2>();
-  if (columns <= 32) return entry_of<CODES, kEither, 4>();
-  return entry_of<CODES, kEither, 8>();
+  switch (tiles_of(columns)) {
+    case 1: return sub ? entry_of<CODES, kAll, 1>() : entry_of<CODES, Subs::kNone, 1>();
+    case 2: return sub ? entry_of<CODES, kAll, 2>() : entry_of<CODES, Subs::kNone, 2>();
+    case 4: return entry_of<CODES, kEither, 4>();
+    default: return entry_of<CODES, kEither, 8>();
+  }
 }
 
 }  // namespace turboquant::cuda::linear

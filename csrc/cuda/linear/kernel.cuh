@@ -1,8 +1,8 @@
-// linear_packed for up to 64 columns: one pass over the weights.
+// linear_packed for few columns: one pass over the weights for every block of columns.
 //
-// Warps stream units of weights (stream.cuh). Those of a block take other rows or other channels of the same rows; the
-// latter add their sums at the end, in a fixed order, and so do blocks that share rows: the last one to arrive adds all
-// of them.
+// Warps stream units of weights (stream.cuh). With up to two tiles of columns all warps of a block have equally many
+// units, wherever a row of units ends. Sums of rows that several warps share are added at the end, in a fixed order, and
+// so are those of several blocks that share rows: the last one to arrive adds all of them.
 // The first copies may begin while the previous kernel still runs, because that kernel does not write weights.
 #pragma once
 
@@ -15,21 +15,19 @@ namespace turboquant::cuda::linear {
 template <Codes CODES, Subs SUBS, int TILES>
 class Block : UnitStream<CODES, SUBS, TILES> {
   using Stream = UnitStream<CODES, SUBS, TILES>;
-  using Stream::columns, Stream::copy_from_, Stream::copy_left_, Stream::k_, Stream::lane_, Stream::ring_, Stream::row_,
-      Stream::warp_;
+  using Stream::columns, Stream::copy_from_, Stream::copy_left_, Stream::lane_, Stream::shared_, Stream::warp_;
   using typename Stream::Sums;
 
  public:
   __device__ __forceinline__ Block(const Call& a, const Plan& p, uint8_t* shared) : Stream(p, shared), a_(a), p_(p) {
     part_ = blockIdx.x;
-    first_group_ = p.groups_of_part.begin(part_), end_group_ = p.groups_of_part.begin(part_ + 1);
-    const int slab = p.slabs_of_block.begin(blockIdx.y);
-    end_slab_ = p.slabs_of_block.begin(blockIdx.y + 1);
-    slab_ = row_ < p.warps_rows ? slab + row_ : end_slab_;
-    const Share& share = p.groups_of_warp[end_group_ - first_group_ - p.groups_of_part.each];
-    begin_ = first_group_ + share.begin(k_), end_ = first_group_ + share.begin(k_ + 1);
-    copy_slab_ = slab_, copy_left_ = slab_ < end_slab_ ? end_ - begin_ : 0;
-    copy_from_ = unit(slab_, begin_);
+    first_group_ = p.groups_of_part.begin(part_), groups_ = p.groups_of_part.begin(part_ + 1) - first_group_;
+    first_slab_ = p.slabs_of_block.begin(blockIdx.y), slabs_ = p.slabs_of_block.begin(blockIdx.y + 1) - first_slab_;
+    const int first = first_of(warp_);
+    units_ = first_of(warp_ + 1) - first;
+    slab_ = small_quotient(first, groups_), group_ = first - slab_ * groups_;
+    copy_slab_ = slab_, to_copy_ = units_;
+    begin_copies(group_);
   }
 
   __device__ __forceinline__ void run() {
@@ -39,7 +37,7 @@ class Block : UnitStream<CODES, SUBS, TILES> {
       if (p_.early == Early::kPrefetch) prefetch();
       wait_for_previous_kernel();
     }
-    this->expand_ = Expansion<CODES>(a_.levels);
+    const uint32_t levels = Expansion<CODES>::load(a_.levels);
     this->init_barriers();
     // Activations would have to wait behind all weights that were asked for before them.
     const int first = early && warp_ % 2 == 0;
@@ -49,35 +47,57 @@ class Block : UnitStream<CODES, SUBS, TILES> {
 #pragma unroll 1
       for (int i = first; i < p_.slots; ++i) this->fill(i, follow());
     });
+    this->expand_ = Expansion<CODES>(levels);
     let_next_kernel_begin();  // which begins to fill its ring: not before this one has its activations
     stream();
   }
 
  private:
-  static constexpr int kWarps = num_warps(TILES);
+  static constexpr bool kEven = has_even_shares(TILES);
 
+  // The units of the block are a list, ordered by slabs and then by groups of channels, of which a warp has neighbours:
+  // the end of a slab, whole slabs, the beginning of one. This is the first of a warp's.
+  __device__ __forceinline__ int first_of(int warp) const {
+    if constexpr (kEven) return slabs_ * groups_ * warp / kWarps;
+    if (p_.warps_k == 1) return Share(slabs_, kWarps).begin(warp) * groups_;
+    const int slab = small_quotient(warp, p_.warps_k), k = warp - slab * p_.warps_k;
+    // Rounded up: who has nothing follows those who have something.
+    const int group = small_quotient(k * groups_ + p_.warps_k - 1, p_.warps_k);
+    return slab < slabs_ ? slab * groups_ + group : slabs_ * groups_;
+  }
+  // Behind the last warp that has units of a slab which this one begins.
+  __device__ __forceinline__ int end_of(int slab) const {
+    if constexpr (kEven) return small_quotient((slab + 1) * groups_ * kWarps - 1, slabs_ * groups_) + 1;
+    return warp_ + p_.warps_k;
+  }
+
+  // slab, group: counted from the block's first ones
   __device__ __forceinline__ const uint8_t* unit(int slab, int group) const {
-    return a_.packed + (int64_t{slab} * a_.groups + group) * p_.unit_bytes;
+    return a_.packed + (int64_t{first_slab_ + slab} * a_.groups + first_group_ + group) * p_.unit_bytes;
   }
 
   // ---- Copies
 
-  // What the stream goes on with behind a slab: the warp's next one.
+  // What the stream goes on with behind a slab: the next one.
   __device__ __forceinline__ auto follow() {
     return [this] {
-      copy_slab_ += p_.warps_rows;
-      if (copy_slab_ < end_slab_) copy_left_ = end_ - begin_, copy_from_ = unit(copy_slab_, begin_);
+      ++copy_slab_;
+      begin_copies(0);
     };
+  }
+  __device__ __forceinline__ void begin_copies(int group) {
+    copy_left_ = min(groups_ - group, to_copy_), to_copy_ -= copy_left_;
+    if (copy_left_ > 0) copy_from_ = unit(copy_slab_, group);
   }
 
   // Brings what the ring will hold into the L2 cache.
   __device__ __forceinline__ void prefetch() const {
-    if (lane_ != 0 || begin_ == end_) return;
-    int room = p_.slots * p_.chunk;
-    for (int slab = slab_; slab < end_slab_ && room > 0; slab += p_.warps_rows) {
-      const int units = min(end_ - begin_, room);
-      prefetch_bytes(unit(slab, begin_), units * p_.unit_bytes);
-      room -= units;
+    if (lane_ != 0) return;
+    int slab = slab_, group = group_, left = min(units_, p_.slots * p_.chunk);
+    for (; left > 0; ++slab, group = 0) {
+      const int units = min(groups_ - group, left);
+      prefetch_bytes(unit(slab, group), units * p_.unit_bytes);
+      left -= units;
     }
   }
 
@@ -90,71 +110,109 @@ class Block : UnitStream<CODES, SUBS, TILES> {
     const CallColumns of{a_, int64_t{blockIdx.z} * r.columns, r.columns};
     if (p_.records) {
       const uint8_t* from = p_.records + (int64_t{blockIdx.z} * a_.groups + first_group_) * r.bytes();
-      const int bytes = (end_group_ - first_group_) * r.bytes();
+      const int bytes = groups_ * r.bytes();
       // Not by a bulk copy, which would wait for those of the ring.
 #pragma unroll 1
       for (int i = 16 * threadIdx.x; i < bytes; i += 16 * blockDim.x) copy_async(columns() + i, from + i);
       meanwhile();
       wait_for_copies();
     } else {
-      Quantiser<CODES, CallColumns>(a_, r, columns(), first_group_, end_group_, of).run(warp_, kWarps, meanwhile);
+      Quantiser<CODES, CallColumns>(a_, r, columns(), first_group_, first_group_ + groups_, of)
+          .run(warp_, kWarps, meanwhile);
     }
     __syncthreads();
   }
 
   // ---- Products and results
 
-  // All rows of the warp.
+  // All units of the warp.
   __device__ __forceinline__ void stream() {
-    const int record = header_bytes(TILES) + (begin_ - first_group_) * p_.record.bytes();
+    bool meets = kEven || p_.warps_k > 1;  // warps wait for each other's sums, once
+    int slab = slab_, group = group_, left = units_;
 #pragma unroll 1
-    for (int slab = slab_; slab < end_slab_; slab += p_.warps_rows) {
+    for (; left > 0; ++slab, group = 0) {
+      const int units = min(groups_ - group, left);
+      left -= units;
       Sums y = {};
-      this->multiply(record, end_ - begin_, y, follow());
-      finish(slab, y);
+      this->multiply(kHeaderBytes + group * p_.record.bytes(), units, y, follow());
+      if (group > 0) {
+        this->leave(y, sums_of(warp_));
+        continue;
+      }
+      if (units < groups_) {  // others go on with the slab, and this was the warp's last one
+        const int end = end_of(slab);
+        __syncthreads();
+        meets = false;
+        add_others(y, end);
+      }
+      finish(first_slab_ + slab, y);
+    }
+    if (!meets) return;
+    if (units_ == 0 && (kEven || warp_ < slabs_ * p_.warps_k)) {  // whoever adds does not ask who has nothing
+      const Sums none = {};
+      this->leave(none, sums_of(warp_));
+    }
+    __syncthreads();
+  }
+
+  // Adds the sums of warps before `end` that go on with this warp's slab: four at a time, which are loaded together, and
+  // without code for those that are left.
+  __device__ __forceinline__ void add_others(Sums& y, int end) const {
+#pragma unroll 1
+    for (int other = warp_ + 1; other < end; other += 4) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const bool exists = other + j < end;
+        const float4* const sums = sums_of(exists ? other + j : other);
+        this->add(y, [&](int i) {
+          const float4 x = sums[i];
+          return exists ? x : make_float4(0, 0, 0, 0);
+        });
+      }
     }
   }
 
+  // Where a lane of a warp leaves its sums of a slab that another one begins.
+  __device__ __forceinline__ float4* sums_of(int warp) const {
+    return reinterpret_cast<float4*>(shared_ + p_.join + warp * p_.join_stride) + lane_;
+  }
+
   __device__ __forceinline__ void finish(int slab, Sums& y) {
-    // The ring has been read: a thread block that shares channels among its warps has one slab for each.
-    const int stride = p_.slots * p_.chunk * p_.unit_bytes / 16;
-    if (p_.warps_k > 1 && !this->join_warps(reinterpret_cast<float4*>(ring_), stride, y)) return;
+    const int block = computed_here(blockIdx.z);
     if (p_.parts > 1) {
-      const int64_t slabs = p_.slabs, at = int64_t{blockIdx.z} * p_.parts * slabs + slab;
+      const int64_t slabs = p_.slabs, at = int64_t{block} * p_.parts * slabs + slab;
       float4* parts = reinterpret_cast<float4*>(p_.partial) + at * 32 * TILES + lane_;
       const int64_t stride = slabs * 32 * TILES;
-#pragma unroll
-      for (int i = 0; i < TILES; ++i) parts[part_ * stride + 32 * i] = make_float4(y[i][0], y[i][1], y[i][2], y[i][3]);
+      this->leave(y, parts + part_ * stride);
       __threadfence();
       __syncwarp();
       int last = 0;
-      if (lane_ == 0) last = count_arrival(p_.arrivals + int64_t{blockIdx.z} * slabs + slab, p_.parts);
+      if (lane_ == 0) last = count_arrival(p_.arrivals + int64_t{block} * slabs + slab, p_.parts);
       if (!__shfl_sync(0xffffffff, last, 0)) return;
       __threadfence();
 #pragma unroll
       for (int i = 0; i < TILES; ++i) y[i][0] = y[i][1] = y[i][2] = y[i][3] = 0;
       for (int part = 0; part < p_.parts; ++part) {
-#pragma unroll
-        for (int i = 0; i < TILES; ++i) this->add(y[i], __ldcg(parts + part * stride + 32 * i));
+        this->add(y, [&](int i) { return __ldcg(parts + part * stride + i); });
       }
     }
-    const int64_t first = int64_t{blockIdx.z} * p_.record.columns;
-    const int64_t columns = min(a_.columns - first, int64_t{p_.record.columns});
+    const int64_t first = int64_t{block} * p_.record.columns;
+    const int columns = static_cast<int>(min(a_.columns - first, int64_t{p_.record.columns}));
+    const int64_t before = first * a_.n;
     this->store_slab(slab, a_.n, y, a_.bias, a_.y, a_.dtype,
-                     [&](int c) { return c < columns ? (first + c) * a_.n : int64_t{-1}; });
+                     [&](int c) { return c < columns ? before + c * a_.n : int64_t{-1}; });
   }
 
   const Call& a_;
   const Plan& p_;
   int part_;
-  int slab_, end_slab_;          // of the warp, in steps of warps_rows; of the block
-  int first_group_, end_group_;  // of the block
-  int begin_, end_;              // groups of the warp
-  int copy_slab_;                // of the stream's next copy
+  int first_slab_, slabs_, first_group_, groups_;  // of the block
+  int slab_, group_, units_;                       // of the warp: where its units begin, and how many there are
+  int copy_slab_, to_copy_;                        // of the stream's next copy; units of the slabs behind it
 };
 
 template <Codes CODES, Subs SUBS, int TILES>
-__global__ void __launch_bounds__(32 * num_warps(TILES), 1)
+__global__ void __maxnreg__(most_registers(TILES))
     linear_kernel(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
   if constexpr (TILES <= kMostTiles) {
     extern __shared__ uint4 dynamic[];

@@ -21,31 +21,24 @@ Early early(int major, cudaStream_t stream) {
   return major < 9 ? Early::kNo : is_captured(stream) ? Early::kRing : Early::kPrefetch;
 }
 
-Plan known_plan_of(const Call& call, const format::WeightBlock& unit, const RecordOfColumns& record,
-                   const Device& device) {
+Plan known_plan_of(const Call& call, const format::WeightBlock& unit, bool uniform, const Device& device) {
   static thread_local KnownPlans<Plan> known;
-  return known.find({call.n, call.columns, call.groups, record.group, unit.block_bytes(), device.index,
-                     record.corrections},
-                    [&] { return plan_of(call, unit, record, device.facts); });
+  return known.find({call.n, call.columns, call.groups, unit.group, unit.block_bytes(), device.index, uniform},
+                    [&] { return plan_of(call, unit, uniform, device.facts); });
 }
 
 }  // namespace
 
 LinearLaunch::LinearLaunch(const Call& call, const format::WeightBlock& unit, bool uniform, const Device& device)
-    : call_(call), device_(device) {
-  const int columns = static_cast<int>(std::min<int64_t>(call.columns, kTileColumns * most_tiles(device.facts)));
-  entry_ = find(unit, uniform, columns);
-  const RecordOfColumns record{unit.group, columns, corrections(unit, uniform, entry_.tiles > 2), entry_.tiles};
-  plan_ = known_plan_of(call, unit, record, device);
-  quantises_first_ = quantises_first(call, plan_);
-}
+    : call_(call), device_(device), plan_(known_plan_of(call, unit, uniform, device)),
+      entry_(find(unit, uniform, plan_.record.columns)), quantises_first_(quantises_first(call, plan_)) {}
 
 int LinearLaunch::column_blocks() const { return divide_up(call_.columns, plan_.record.columns); }
 int64_t LinearLaunch::record_bytes() const {
   return quantises_first_ ? int64_t{column_blocks()} * call_.groups * plan_.record.bytes() : 0;
 }
 int64_t LinearLaunch::partial_bytes() const {
-  return plan_.parts > 1 ? int64_t{column_blocks()} * plan_.parts * plan_.slabs * 512 * entry_.tiles : 0;
+  return plan_.parts > 1 ? int64_t{column_blocks()} * plan_.parts * plan_.slabs * kSumBytes * plan_.record.tiles : 0;
 }
 int64_t LinearLaunch::num_counters() const { return plan_.parts > 1 ? int64_t{column_blocks()} * plan_.slabs : 0; }
 
@@ -67,8 +60,7 @@ void LinearLaunch::run(void* workspace, cudaStream_t stream) {
   }
   allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
   const dim3 grid(plan_.parts, plan_.row_blocks, blocks);
-  const int threads = 32 * num_warps(entry_.tiles);
-  check_cuda(launch_early(entry_.kernel, grid, threads, plan_.bytes, arguments, stream, major), "linear_packed");
+  check_cuda(launch_early(entry_.kernel, grid, 32 * kWarps, plan_.bytes, arguments, stream, major), "linear_packed");
 }
 
 }  // namespace turboquant::cuda::linear

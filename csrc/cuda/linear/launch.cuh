@@ -10,7 +10,6 @@ namespace turboquant::cuda::linear {
 struct KernelEntry {
   const void* kernel;    // of products
   const void* quantise;  // of activations
-  int tiles;             // of 8 columns, of a thread block
 };
 
 // The kernel for blocks of up to `columns` columns. Defined in instances/codes.cu.
@@ -37,8 +36,8 @@ class LinearLaunch {
 
   const Call& call_;
   const Device& device_;
-  KernelEntry entry_;
   Plan plan_;
+  KernelEntry entry_;
   bool quantises_first_;  // a kernel of its own does
 };
 

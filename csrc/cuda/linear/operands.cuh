@@ -37,12 +37,16 @@ struct Expansion {
   uint32_t plus_low = 0, plus_high = 0, minus_low = 0, minus_high = 0;
 
   Expansion() = default;
-  // levels: int8 [16], aligned to 4 bytes. All lanes call it.
-  explicit __device__ __forceinline__ Expansion(const int8_t* levels) {
+  // What a lane loads of levels, int8 [16], aligned to 4 bytes: apart from the rest, so that nobody waits for it before
+  // it is needed.
+  static __device__ __forceinline__ uint32_t load(const int8_t* levels) {
+    return CODES == Codes::kLloyd ? __ldg(reinterpret_cast<const uint32_t*>(levels) + threadIdx.x % 4) : 0;
+  }
+  // word: of `load`. All lanes call it.
+  explicit __device__ __forceinline__ Expansion(uint32_t word) {
     if constexpr (CODES == Codes::kLloyd) {
       // By way of neighbouring lanes, which hides from the compiler that all lanes have the same words: it would keep
       // them in uniform registers, and move them into a lane's before every permutation.
-      const uint32_t word = __ldg(reinterpret_cast<const uint32_t*>(levels) + threadIdx.x % 4);
       const auto of_lane = [&](int lane) { return __shfl_sync(0xffffffff, word, lane, 4); };
       // The lower half is negative: no byte borrows from another.
       minus_low = of_lane(0) - 0x01010101, minus_high = of_lane(1) - 0x01010101;

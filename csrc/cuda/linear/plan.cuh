@@ -6,7 +6,6 @@
 #include "choices/device.h"
 #include "cuda/linear/call.cuh"
 #include "format.h"
-
 namespace turboquant::cuda::linear {
 
 constexpr int kSumBytes = 512;  // of a warp's sums of 16 rows and a tile of columns
@@ -20,7 +19,7 @@ constexpr int kJoinUnits = 40;
 // The most tiles of columns that a thread block has room for. Compute capability 7.5 has 64 KB of shared memory.
 constexpr int most_tiles(const DeviceFacts& facts) {
   constexpr int kLargeShared = 96 << 10;
-  return facts.shared_per_block < kLargeShared ? 2 : kMostColumns / kTileColumns;
+  return facts.warpgroup_products || facts.shared_per_block < kLargeShared ? 2 : kMostColumns / kTileColumns;
 }
 
 // Activations of a group carry sums of their integers only where tables hold levels less 1: of all of them, or of those
@@ -30,45 +29,64 @@ inline int corrections(const format::WeightBlock& unit, bool uniform, bool eithe
   return unit.sub || either ? unit.group / format::kSubChannels : 1;
 }
 
-constexpr int kCopyUnits = 4;  // that a warp copies at a time
+constexpr int kCopyUnits = 4, kCopyBytes = 4400;  // that a warp copies at a time, at most
 
-// The plan whose busiest thread block reads the fewest units.
-inline Plan plan_of(const Call& a, const format::WeightBlock& unit, const RecordOfColumns& record,
-                    const DeviceFacts& facts) {
+// A plan, and how many units its busiest thread block reads, counting what sharing channels costs.
+struct CostedPlan {
+  Plan plan;
+  int64_t cost;
+};
+
+// The plan with the least cost for blocks of up to `most_columns` columns.
+inline CostedPlan plan_with(const Call& a, const format::WeightBlock& unit, bool uniform, int most_columns,
+                            const DeviceFacts& facts) {
   Plan p{};
-  const int unit_bytes = unit.block_bytes();
+  const int column_blocks = divide_up(a.columns, most_columns), columns = divide_up(a.columns, column_blocks);
+  const int tiles = tiles_of(columns), unit_bytes = unit.block_bytes();
+  const RecordOfColumns record{unit.group, columns, corrections(unit, uniform, tiles > 2), tiles};
   p.record = record, p.unit_bytes = unit_bytes, p.has_subs = unit.sub > 0;
-  p.slabs = divide_up(a.n, 16);
-  const int warps = num_warps(record.tiles), header = header_bytes(record.tiles);
+  p.slabs = divide_up(a.n, format::kWeightRows);
   const int room = facts.shared_per_block;
-  // The smallest rings: of each warp as many units as have room for its sums, which meet those of other warps there.
-  const int least_ring = warps * unit_bytes * divide_up(kSumBytes * record.tiles, unit_bytes);
-  const int most_records = std::min(room / 2, room - header - 128 - least_ring);
+  // The smallest rings: a unit for each warp, and room for its sums, which may wait there for other kWarps.
+  const int sum_bytes = kSumBytes * tiles, least_ring = kWarps * std::max(sum_bytes, unit_bytes);
+  const bool even = has_even_shares(tiles);
+  const int sums = even ? kWarps * sum_bytes : 0;
+  const int most_records = std::min(room / 2, room - kHeaderBytes - 128 - least_ring - sums);
+  const int blocks = std::max(facts.multiprocessors / column_blocks, 1);
   int64_t least = INT64_MAX;
   for (int parts = 1; parts <= a.groups; ++parts) {
     const int groups = divide_up(a.groups, parts);
     if (int64_t{groups} * record.bytes() > most_records && parts < a.groups) continue;
-    const int row_blocks = std::min(p.slabs, std::max(facts.multiprocessors / parts, 1));
+    const int row_blocks = std::min(p.slabs, std::max(blocks / parts, 1));
     const int64_t cost = int64_t{divide_up(p.slabs, row_blocks)} * groups + (parts > 1 ? kJoinUnits : 0);
     if (cost < least) least = cost, p.parts = parts, p.row_blocks = row_blocks;
-    if (parts >= facts.multiprocessors) break;
+    if (parts >= blocks) break;
   }
   p.groups_of_part = Share(a.groups, p.parts), p.slabs_of_block = Share(p.slabs, p.row_blocks);
-  const int slabs = divide_up(p.slabs, p.row_blocks), passes = divide_up(slabs, warps);
-  p.warps_rows = divide_up(slabs, passes);
-  const int groups = divide_up(a.groups, p.parts);
-  p.warps_k = std::min(warps / p.warps_rows, groups);
-  for (int more = 0; more < 2; ++more) p.groups_of_warp[more] = Share(p.groups_of_part.each + more, p.warps_k);
-  const int units = divide_up(groups, p.warps_k);
-  p.ring = (header + groups * record.bytes() + 127) / 128 * 128;
-  const int per_warp = (room - p.ring) / warps;
-  p.chunk = std::min(kCopyUnits, units);
+  const int slabs = divide_up(p.slabs, p.row_blocks), groups = divide_up(a.groups, p.parts);
+  p.warps_k = std::clamp(kWarps / slabs, 1, groups);
+  const int units = even ? divide_up(slabs * groups, kWarps) : divide_up(slabs, kWarps) * divide_up(groups, p.warps_k);
+  const int working = even ? kWarps : std::min(kWarps, slabs * p.warps_k);
+  p.join = (kHeaderBytes + groups * record.bytes() + 127) / 128 * 128, p.ring = p.join + sums;
+  const int per_warp = (room - p.ring) / working;
+  p.chunk = std::min({kCopyUnits, std::max(kCopyBytes / unit_bytes, 1), units, groups});
   while (p.chunk > 1 && 2 * p.chunk * unit_bytes > per_warp) --p.chunk;
-  const int copies = divide_up(units, p.chunk) * passes, slot_bytes = p.chunk * unit_bytes;
+  const int copies = divide_up(units, p.chunk) + divide_up(units, groups), slot_bytes = p.chunk * unit_bytes;
   p.slots = std::max(std::min({copies, kMostSlots, per_warp / slot_bytes}), 1);
-  while (p.warps_k > 1 && p.slots * slot_bytes < kSumBytes * record.tiles) ++p.slots;
-  p.bytes = p.ring + warps * p.slots * p.chunk * unit_bytes;
-  return p;
+  p.ring_stride = p.slots * slot_bytes;
+  if (!even && p.warps_k > 1) p.ring_stride = std::max(p.ring_stride, sum_bytes);
+  p.join_stride = even ? sum_bytes : p.ring_stride;  // rings that have been read have room for sums
+  p.bytes = p.ring + working * p.ring_stride;
+  return {p, least};
+}
+
+// With products of warpgroups two tiles of columns cost 1.4 times as much as one. So blocks of one are faster where
+// multiprocessors would be left over. Elsewhere nobody has measured more blocks of columns than needed.
+inline Plan plan_of(const Call& a, const format::WeightBlock& unit, bool uniform, const DeviceFacts& facts) {
+  const CostedPlan fewest = plan_with(a, unit, uniform, kTileColumns * most_tiles(facts), facts);
+  if (!facts.warpgroup_products || fewest.plan.record.tiles == 1) return fewest.plan;
+  const CostedPlan narrow = plan_with(a, unit, uniform, kTileColumns, facts);
+  return 5 * narrow.cost <= 7 * fewest.cost ? narrow.plan : fewest.plan;
 }
 
 // Pieces of activations, of all columns, that a warp of a thread block may quantise before it multiplies.
@@ -76,7 +94,7 @@ constexpr int kMostQuantised = 2;
 
 inline bool quantises_first(const Call& a, const Plan& p) {
   const int pieces = quantise_pieces(p.groups_of_part.each, a.group) * p.record.columns;
-  return pieces > kMostQuantised * num_warps(p.record.tiles);
+  return pieces > kMostQuantised * kWarps;
 }
 
 }  // namespace turboquant::cuda::linear

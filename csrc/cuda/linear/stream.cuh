@@ -17,8 +17,15 @@ namespace turboquant::cuda::linear {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kMostTiles = 2;
 #else
-constexpr int kMostTiles = kWarpgroupProducts ? 4 : 8;
+constexpr int kMostTiles = kWarpgroupProducts ? 2 : 8;
 #endif
+
+// A number of which the compiler knows nothing else. What follows from it is computed where this is called, and not
+// ahead of the stream, whose loops have no registers for it.
+__device__ __forceinline__ int computed_here(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 template <Codes CODES, Subs SUBS, int TILES>
 class UnitStream {
@@ -29,13 +36,11 @@ class UnitStream {
 
   __device__ __forceinline__ UnitStream(const StreamPlan& s, uint8_t* shared) : s_(s), shared_(shared) {
     lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
-    row_ = static_cast<int>(__fdividef(warp_ + 0.5f, static_cast<float>(s.warps_k)));  // small numbers
-    k_ = warp_ - row_ * s.warps_k;
-    ring_ = shared_ + s.ring + warp_ * s.slots * s.chunk * s.unit_bytes;
+    ring_ = shared_ + s.ring + warp_ * s.ring_stride;
     barriers_ = reinterpret_cast<uint64_t*>(shared_) + warp_ * s.slots;
   }
 
-  __device__ __forceinline__ uint8_t* columns() const { return shared_ + header_bytes(TILES); }
+  __device__ __forceinline__ uint8_t* columns() const { return shared_ + kHeaderBytes; }
 
   // Before the first copy.
   __device__ __forceinline__ void init_barriers() const {
@@ -91,25 +96,19 @@ class UnitStream {
     }
   }
 
-  // Adds the sums of the warps that share a slab; the first of them goes on with all. to: where this warp's sums wait,
-  // those of the next one `stride` further.
-  __device__ __forceinline__ bool join_warps(float4* to, int stride, Sums& y) const {
-    float4* const mine = to + lane_;
+  // Writes a lane's sums to its place among those of a warp, and adds those of other warps: load(i) has those of which
+  // `leave` would have written to[i].
+  static __device__ __forceinline__ void leave(const Sums& y, float4* to) {
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) mine[32 * i] = make_float4(y[i][0], y[i][1], y[i][2], y[i][3]);
-    sync_warps_of_slab();
-    if (k_ != 0) return false;
-#pragma unroll 4
-    for (int other = 1; other < s_.warps_k; ++other) {
-#pragma unroll
-      for (int i = 0; i < TILES; ++i) add(y[i], mine[other * stride + 32 * i]);
-    }
-    return true;
+    for (int i = 0; i < TILES; ++i) to[32 * i] = make_float4(y[i][0], y[i][1], y[i][2], y[i][3]);
   }
-  __device__ __forceinline__ void sync_warps_of_slab() const { sync_threads(1 + row_, 32 * s_.warps_k); }
-
-  static __device__ __forceinline__ void add(float (&y)[4], const float4& x) {
-    y[0] += x.x, y[1] += x.y, y[2] += x.z, y[3] += x.w;
+  template <typename F>
+  static __device__ __forceinline__ void add(Sums& y, const F& load) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const float4 x = load(32 * i);
+      y[i][0] += x.x, y[i][1] += x.y, y[i][2] += x.z, y[i][3] += x.w;
+    }
   }
 
   // Stores the results of a slab, plus the bias of each row. y: of `dtype`, as bias, which is null or has an entry for
@@ -117,24 +116,35 @@ class UnitStream {
   template <typename F>
   __device__ __forceinline__ void store_slab(int slab, int64_t rows, const Sums& sums, const void* bias, void* y,
                                              Dtype dtype, const F& place_of) const {
-    const int64_t first = int64_t{slab} * 16 + lane_ / 4;
+    const int lane = computed_here(lane_);
+    const int64_t first = int64_t{slab} * 16 + lane / 4;
     const bool exists[2] = {first < rows, first + 8 < rows};
-    float more[2] = {};
+    const auto store_as = [&](Dtype known) {
+      float more[2] = {};
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if (bias && exists[j]) more[j] = load_float(bias, dtype, first + 8 * j);
-    }
+      for (int j = 0; j < 2; ++j) {
+        if (bias && exists[j]) more[j] = load_float(bias, known, first + 8 * j);
+      }
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
+      for (int i = 0; i < TILES; ++i) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int64_t at = place_of(kTileColumns * i + 2 * (lane_ % 4) + c);
-        if (at < 0) continue;
+        for (int c = 0; c < 2; ++c) {
+          const int64_t at = place_of(kTileColumns * i + 2 * (lane % 4) + c);
+          if (at < 0) continue;
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          if (exists[j]) store_float(y, dtype, at + first + 8 * j, fmaf(sums[i][2 * j + c], kUnit, more[j]));
+          for (int j = 0; j < 2; ++j) {
+            if (exists[j]) store_float(y, known, at + first + 8 * j, fmaf(sums[i][2 * j + c], kUnit, more[j]));
+          }
         }
       }
+    };
+    // One question for all results, which takes less code on the way than one for each.
+    if (dtype == Dtype::kBFloat16) {
+      store_as(Dtype::kBFloat16);
+    } else if (dtype == Dtype::kFloat16) {
+      store_as(Dtype::kFloat16);
+    } else {
+      store_as(Dtype::kFloat32);
     }
   }
 
@@ -147,7 +157,6 @@ class UnitStream {
   uint64_t* barriers_;
   Expansion<CODES> expand_;
   int lane_, warp_;
-  int row_, k_;                         // which slab of those at a time is the warp's, and which share of its groups
   const uint8_t* copy_from_ = nullptr;  // the next copy, and how many units of its slab are left
   int copy_left_ = 0;
 

@@ -14,6 +14,8 @@ struct Call : linear::Call {  // x: [tokens, k]; packed, bias: of all experts; y
 
 struct Plan : StreamPlan {
   int slabs;             // of 16 rows, of an expert's weight
+  int warps_rows;        // slabs that a thread block has at a time
+  int warps_k;           // warps that share the channels of a slab
   Share groups_of_warp;  // of a slab
   int pairs;             // where the pairs of the columns are in shared memory
   int arranged;          // where the thread block arranges pairs in shared memory; 0: another kernel has done it

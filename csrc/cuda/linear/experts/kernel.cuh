@@ -31,13 +31,13 @@ constexpr Subs subs_of_experts(Codes codes) { return codes == Codes::kBytes ? Su
 template <Codes CODES, int TILES>
 class Block : UnitStream<CODES, subs_of_experts(CODES), TILES> {
   using Stream = UnitStream<CODES, subs_of_experts(CODES), TILES>;
-  using Stream::columns, Stream::copy_from_, Stream::copy_left_, Stream::k_, Stream::row_, Stream::shared_,
-      Stream::warp_;
+  using Stream::columns, Stream::copy_from_, Stream::copy_left_, Stream::lane_, Stream::shared_, Stream::warp_;
   using typename Stream::Sums;
 
  public:
   __device__ __forceinline__ Block(const Call& a, const Plan& p, uint8_t* shared)
       : Stream(p, shared), a_(a), p_(p), arranged_(a.arranged) {
+    row_ = small_quotient(warp_, p.warps_k), k_ = warp_ - row_ * p.warps_k;
     begin_ = p.groups_of_warp.begin(k_), end_ = p.groups_of_warp.begin(k_ + 1);
     pairs_ = reinterpret_cast<int*>(shared + p.pairs);
   }
@@ -46,7 +46,7 @@ class Block : UnitStream<CODES, subs_of_experts(CODES), TILES> {
     this->init_barriers();
     wait_for_previous_kernel();
     let_next_kernel_begin();
-    this->expand_ = Expansion<CODES>(a_.levels);
+    this->expand_ = Expansion<CODES>(Expansion<CODES>::load(a_.levels));
     if (p_.arranged > 0) {
       uint8_t* const memory = shared_ + p_.arranged;
       arrange_few(a_.pairs.chosen, a_.pairs.count, a_.pairs.experts, p_.record.columns, memory);
@@ -74,8 +74,6 @@ class Block : UnitStream<CODES, subs_of_experts(CODES), TILES> {
   }
 
  private:
-  static constexpr int kWarps = num_warps(TILES);
-
   // Neighbouring slabs of a piece.
   struct Segment {
     int piece, begin, end;
@@ -156,16 +154,14 @@ class Block : UnitStream<CODES, subs_of_experts(CODES), TILES> {
 
   __device__ __forceinline__ void multiply(const Segment& s, const Piece& piece) {
     if (row_ >= p_.warps_rows) return;
-    const int record = header_bytes(TILES) + begin_ * p_.record.bytes();
+    const int record = kHeaderBytes + begin_ * p_.record.bytes();
 #pragma unroll 1
     for (int slab = s.begin + row_; slab < s.end; slab += p_.warps_rows) {
       Sums y = {};
       Stream::multiply(record, end_ - begin_, y, follow());
       if (p_.warps_k > 1) {
-        constexpr int kStride = 32 * TILES;
-        float4* const own = reinterpret_cast<float4*>(shared_ + p_.join) + warp_ * kStride;
-        const bool has_all = this->join_warps(own, kStride, y);
-        this->sync_warps_of_slab();  // sums have been read, others may take their place
+        const bool has_all = join_warps(y);
+        sync_warps_of_slab();  // sums have been read, others may take their place
         if (!has_all) continue;
       }
       const int element_bytes = a_.dtype == Dtype::kFloat32 ? 4 : 2;
@@ -176,11 +172,27 @@ class Block : UnitStream<CODES, subs_of_experts(CODES), TILES> {
     }
   }
 
+  // Adds the sums of the warps that share a slab; the first of them goes on with all.
+  __device__ __forceinline__ bool join_warps(Sums& y) const {
+    constexpr int kStride = 32 * TILES;
+    float4* const own = reinterpret_cast<float4*>(shared_ + p_.join) + warp_ * kStride + lane_;
+    this->leave(y, own);
+    sync_warps_of_slab();
+    if (k_ != 0) return false;
+#pragma unroll 4
+    for (int other = 1; other < p_.warps_k; ++other) {
+      this->add(y, [&](int i) { return own[other * kStride + i]; });
+    }
+    return true;
+  }
+  __device__ __forceinline__ void sync_warps_of_slab() const { sync_threads(1 + row_, 32 * p_.warps_k); }
+
   const Call& a_;
   const Plan& p_;
   Arrangement arranged_;
   int* pairs_;                        // [columns]: of the piece
   int first_, last_;                  // slabs of all pieces that the block has
+  int row_, k_;                       // which slab of those at a time is the warp's, and which share of its groups
   int begin_, end_;                   // groups of the warp
   int copy_first_ = -1;               // where the segment after that of the copies begins
   int copy_slab_ = 0, copy_end_ = 0;  // of the stream's next copy; of its segment
@@ -191,7 +203,7 @@ class Block : UnitStream<CODES, subs_of_experts(CODES), TILES> {
 constexpr int kMostTilesOfExperts = kWarpgroupProducts ? 1 : kMostTiles;
 
 template <Codes CODES, int TILES>
-__global__ void __launch_bounds__(32 * num_warps(TILES), 1)
+__global__ void __launch_bounds__(32 * kWarps, 1)
     experts_kernel(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
   if constexpr (TILES <= kMostTilesOfExperts) {
     extern __shared__ uint4 dynamic[];

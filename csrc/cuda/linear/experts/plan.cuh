@@ -28,7 +28,6 @@ inline Plan plan_of(const Call& a, const format::WeightBlock& unit, int correcti
   for (const PieceCost& cost : kPieceCosts) {
     if (cost.tiles > (facts.warpgroup_products ? 1 : most_tiles(facts))) continue;
     Plan p{};
-    const int warps = num_warps(cost.tiles), header = header_bytes(cost.tiles);
     p.unit_bytes = unit.block_bytes(), p.has_subs = unit.sub > 0, p.slabs = divide_up(a.n, format::kWeightRows);
     const auto fill_in = [&](int columns) {
       p.record = {a.group, columns, corrections, cost.tiles};
@@ -37,27 +36,28 @@ inline Plan plan_of(const Call& a, const format::WeightBlock& unit, int correcti
       p.blocks = static_cast<int>(std::min<int64_t>(facts.multiprocessors, most));
       // As many slabs as a block has, or as of a piece, if that has fewer.
       const int slabs = std::max(1, std::min(p.slabs, static_cast<int>(std::ceil(pieces * p.slabs / p.blocks))));
-      p.warps_rows = divide_up(slabs, divide_up(slabs, warps));
-      p.warps_k = std::min(warps / p.warps_rows, a.groups);
+      p.warps_rows = divide_up(slabs, divide_up(slabs, kWarps));
+      p.warps_k = std::min(kWarps / p.warps_rows, a.groups);
       p.groups_of_warp = Share(a.groups, p.warps_k);
-      p.pairs = header + a.groups * p.record.bytes();
+      p.pairs = kHeaderBytes + a.groups * p.record.bytes();
       const int behind = p.pairs + static_cast<int>(sizeof(int)) * kTileColumns * cost.tiles;
       const bool few = a.pairs.count <= kMostArrangedPairs;
       p.arranged = few ? (behind + 15) / 16 * 16 : 0;
       p.join = ((few ? p.arranged + few_bytes(a.pairs.count) : behind) + 127) / 128 * 128;
-      p.ring = p.join + (p.warps_k > 1 ? warps * kSumBytes * cost.tiles : 0);
+      p.ring = p.join + (p.warps_k > 1 ? kWarps * kSumBytes * cost.tiles : 0);
       return pieces * cost.cost;
     };
-    const auto fits = [&] { return p.ring + warps * p.unit_bytes <= facts.shared_per_block; };
+    const auto fits = [&] { return p.ring + kWarps * p.unit_bytes <= facts.shared_per_block; };
     const int most = static_cast<int>(std::min<int64_t>(kTileColumns * cost.tiles, tokens));
     int columns = most;
     double total = fill_in(columns);
     while (!fits() && columns > 1) total = fill_in(--columns);
     if (!fits() || total >= least) continue;
-    const int per_warp = (facts.shared_per_block - p.ring) / warps / p.unit_bytes;
+    const int per_warp = (facts.shared_per_block - p.ring) / kWarps / p.unit_bytes;
     p.chunk = std::clamp(per_warp / 2, 1, std::min(kCopyUnits, divide_up(a.groups, p.warps_k)));
     p.slots = std::clamp(per_warp / p.chunk, 1, kMostSlots);
-    p.bytes = p.ring + warps * p.slots * p.chunk * p.unit_bytes;
+    p.ring_stride = p.slots * p.chunk * p.unit_bytes;
+    p.bytes = p.ring + kWarps * p.ring_stride;
     least = total, best = p;
   }
   return best;
