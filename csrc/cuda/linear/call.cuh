@@ -118,8 +118,8 @@ constexpr int kWarps = 16;  // of the thread block that a multiprocessor has
 // next call, which is then there when this one ends; more than two tiles of columns need all.
 constexpr int most_registers(int tiles) { return tiles <= 2 ? 112 : 128; }
 
-// Whether warps have equal shares of their block's units, wherever a slab ends. Otherwise each has units of one slab, or
-// whole slabs: equal shares take memory for sums beside the rings, which only few columns leave.
+// Whether warps have equal shares of their block's units, wherever a slab ends. Otherwise each has whole slabs or units
+// of one: equal shares take memory for sums beside the rings, which only few columns leave.
 __host__ __device__ constexpr bool has_even_shares(int tiles) { return tiles <= 2; }
 
 constexpr int kMostSlots = 16;                         // of a warp

@@ -1,8 +1,8 @@
 // linear_packed for few columns: one pass over the weights for every block of columns.
 //
 // Warps stream units of weights (stream.cuh). With up to two tiles of columns all warps of a block have equally many
-// units, wherever a row of units ends. Sums of rows that several warps share are added at the end, in a fixed order, and
-// so are those of several blocks that share rows: the last one to arrive adds all of them.
+// units, wherever a slab ends. Sums of slabs that several warps share are added at the end, in a fixed order, and so
+// are those of several blocks that share slabs: the last one to arrive adds all of them.
 // The first copies may begin while the previous kernel still runs, because that kernel does not write weights.
 #pragma once
 
@@ -155,8 +155,8 @@ class Block : UnitStream<CODES, SUBS, TILES> {
     __syncthreads();
   }
 
-  // Adds the sums of warps before `end` that go on with this warp's slab: four at a time, which are loaded together, and
-  // without code for those that are left.
+  // Adds the sums of warps before `end`, which go on with this warp's slab: four at a time, which are loaded together,
+  // and without code for those that are left.
   __device__ __forceinline__ void add_others(Sums& y, int end) const {
 #pragma unroll 1
     for (int other = warp_ + 1; other < end; other += 4) {

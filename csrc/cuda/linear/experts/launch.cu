@@ -45,8 +45,7 @@ void ExpertsLaunch::run(void* workspace, cudaStream_t stream) {
   }
   allow_shared_memory(kernel_, device_.index, plan_.bytes);
   void* arguments[] = {&call_, &plan_};
-  check_cuda(launch_early(kernel_, plan_.blocks, 32 * kWarps, plan_.bytes, arguments, stream,
-                          device_.facts.major),
+  check_cuda(launch_early(kernel_, plan_.blocks, 32 * kWarps, plan_.bytes, arguments, stream, device_.facts.major),
              "linear_experts");
 }
 
