@@ -1,4 +1,4 @@
-// How a call of up to 64 columns is shared by thread blocks and warps. A multiprocessor has one thread block.
+// How a call of few columns is shared by thread blocks and warps. A multiprocessor has one thread block.
 #pragma once
 
 #include <algorithm>
@@ -6,9 +6,10 @@
 #include "choices/device.h"
 #include "cuda/linear/call.cuh"
 #include "format.h"
+
 namespace turboquant::cuda::linear {
 
-constexpr int kSumBytes = 512;  // of a warp's sums of 16 rows and a tile of columns
+constexpr int kSumBytes = 512;  // of a warp's sums of a slab and a tile of columns
 
 inline int divide_up(int64_t x, int64_t y) { return static_cast<int>((x + y - 1) / y); }
 
@@ -47,7 +48,7 @@ inline CostedPlan plan_with(const Call& a, const format::WeightBlock& unit, bool
   p.record = record, p.unit_bytes = unit_bytes, p.has_subs = unit.sub > 0;
   p.slabs = divide_up(a.n, format::kWeightRows);
   const int room = facts.shared_per_block;
-  // The smallest rings: a unit for each warp, and room for its sums, which may wait there for other kWarps.
+  // The smallest rings: a unit for each warp, and room for its sums, which may wait there for other warps.
   const int sum_bytes = kSumBytes * tiles, least_ring = kWarps * std::max(sum_bytes, unit_bytes);
   const bool even = has_even_shares(tiles);
   const int sums = even ? kWarps * sum_bytes : 0;
