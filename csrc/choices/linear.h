@@ -28,8 +28,8 @@ struct LinearShape {
 namespace choices {
 
 // Measured on an H200 (docs/measurements/performance_linear.md). Products of bytes are the fastest kernel up to
-// kFewTokens, and for more tokens the smaller the weight is. They round activations to 8 bits: those in float32 only
-// where they are few.
+// kFewTokens, and up to more tokens if the weight is small. They round activations to 8 bits, those in float32 only up
+// to kFewTokens.
 constexpr int64_t kFewTokens = 16;
 struct FewTokens {
   int64_t tokens, weights;  // the most tokens, of a weight of at most so many numbers

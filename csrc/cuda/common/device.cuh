@@ -30,6 +30,13 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #endif
 }
 
+// A number of which the compiler knows nothing else. What follows from it is computed where this is called, and not
+// ahead of a loop around it, which may have no registers for it.
+__device__ __forceinline__ int computed_here(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // ---- Division of integers -----------------------------------------------------------------------------------------
 
 // x / y, rounded down or up, for arguments that are not negative, because unsigned division is faster.

@@ -11,21 +11,13 @@
 
 namespace turboquant::cuda::linear {
 
-// The most tiles of columns that a launch on this architecture has. Shared memory of compute capability 7.5 has no room
-// for more (most_tiles in plan.cuh); where warpgroups multiply, more tokens take tiles of another kernel
-// (choices/linear.h).
+// The most tiles of columns that a thread block has on this architecture (most_tiles in plan.cuh). Shared memory of
+// compute capability 7.5 has no room for more; where warpgroups multiply, more blocks are faster.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kMostTiles = 2;
 #else
 constexpr int kMostTiles = kWarpgroupProducts ? 2 : 8;
 #endif
-
-// A number of which the compiler knows nothing else. What follows from it is computed where this is called, and not
-// ahead of the stream, whose loops have no registers for it.
-__device__ __forceinline__ int computed_here(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
 
 template <Codes CODES, Subs SUBS, int TILES>
 class UnitStream {
@@ -96,8 +88,8 @@ class UnitStream {
     }
   }
 
-  // Writes a lane's sums to its place among those of a warp, and adds those of other warps: load(i) has those of which
-  // `leave` would have written to[i].
+  // Sums that wait in memory for another warp. `leave` writes those of a lane from `to` on, 32 lanes side by side.
+  // `add` adds some that were left: load(i) reads what was written to to[i].
   static __device__ __forceinline__ void leave(const Sums& y, float4* to) {
 #pragma unroll
     for (int i = 0; i < TILES; ++i) to[32 * i] = make_float4(y[i][0], y[i][1], y[i][2], y[i][3]);
@@ -116,14 +108,15 @@ class UnitStream {
   template <typename F>
   __device__ __forceinline__ void store_slab(int slab, int64_t rows, const Sums& sums, const void* bias, void* y,
                                              Dtype dtype, const F& place_of) const {
-    const int lane = computed_here(lane_);
+    const int lane = computed_here(lane_);  // the stream's loops have no registers for places of results
     const int64_t first = int64_t{slab} * 16 + lane / 4;
     const bool exists[2] = {first < rows, first + 8 < rows};
-    const auto store_as = [&](Dtype known) {
+    with_float_type(dtype, [&](auto tag) {  // asked once for all results: less code on the way than for each
+      using X = typename decltype(tag)::type;
       float more[2] = {};
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        if (bias && exists[j]) more[j] = load_float(bias, known, first + 8 * j);
+        if (bias && exists[j]) more[j] = static_cast<float>(static_cast<const X*>(bias)[first + 8 * j]);
       }
 #pragma unroll
       for (int i = 0; i < TILES; ++i) {
@@ -133,19 +126,13 @@ class UnitStream {
           if (at < 0) continue;
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            if (exists[j]) store_float(y, known, at + first + 8 * j, fmaf(sums[i][2 * j + c], kUnit, more[j]));
+            if (exists[j]) {
+              static_cast<X*>(y)[at + first + 8 * j] = static_cast<X>(fmaf(sums[i][2 * j + c], kUnit, more[j]));
+            }
           }
         }
       }
-    };
-    // One question for all results, which takes less code on the way than one for each.
-    if (dtype == Dtype::kBFloat16) {
-      store_as(Dtype::kBFloat16);
-    } else if (dtype == Dtype::kFloat16) {
-      store_as(Dtype::kFloat16);
-    } else {
-      store_as(Dtype::kFloat32);
-    }
+    });
   }
 
   static constexpr float kUnit = format::kLevelUnit / T::kWeight * (kSub ? format::kMultiplierUnit : 1);  // of results

@@ -5,6 +5,7 @@
 
 #include "cuda/attention/softmax_math.cuh"
 #include "cuda/attention/split_kv/plan.cuh"
+#include "cuda/common/device.cuh"
 
 namespace turboquant::cuda::split_kv {
 
@@ -27,10 +28,9 @@ struct BlockView {
   __device__ __forceinline__ float* result() const { return reinterpret_cast<float*>(shared + plan.result); }
 };
 
-// A lane of which the compiler knows nothing else. What follows from it is computed where this is called, and not ahead
-// of the loop over segments, where it would be spilled until then.
-__device__ __forceinline__ int computed_here(int lane) {
-  asm volatile("" : "+r"(lane));
+// computed_here for a lane. Without it, what follows from a lane is spilled across the loop over segments.
+__device__ __forceinline__ int lane_computed_here(int lane) {
+  lane = computed_here(lane);
   __builtin_assume(lane >= 0 && lane < 32);  // or quotients of it would be rounded as those of negative numbers are
   return lane;
 }

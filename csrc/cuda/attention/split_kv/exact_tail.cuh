@@ -93,7 +93,7 @@ class ExactTail {
 
   // Products of queries 4 n to 4 n + 3 with the keys.
   __device__ __forceinline__ void multiply_keys(const Rows& rows, int n, const ExactUnit& unit, float (&dot)[4]) const {
-    const int lane = kManyRows ? block_.lane : computed_here(block_.lane);
+    const int lane = kManyRows ? block_.lane : lane_computed_here(block_.lane);
     const uint8_t* query = rows.raw() + ((4 * n + lane % 8 / 2) * D + lane / 8 * 8) * kExactElementBytes;
     const uint8_t* keys = unit.row(lane % 16) + lane / 16 * 8 * kExactElementBytes;
 #pragma unroll
@@ -109,7 +109,7 @@ class ExactTail {
   __device__ __forceinline__ Visible scores(const Rows& rows, const Segment& segment, const ExactUnit& unit, int n,
                                             float scale, const float (&dot)[4], float (&score)[2]) const {
     const Attention& a = block_.call;
-    const int lane = kManyRows ? computed_here(block_.lane) : block_.lane, g = lane / 4, t = lane % 4;
+    const int lane = kManyRows ? lane_computed_here(block_.lane) : block_.lane, g = lane / 4, t = lane % 4;
     RowPlace place;
     const bool real = rows.find(segment, 4 * n + t, place);
     const QueryRow& row = block_.rows()[4 * n + t];
@@ -133,7 +133,7 @@ class ExactTail {
   // that a row does not see, each row is multiplied once more alone, with keys that it sees in place of the others.
   __device__ __forceinline__ void multiply_values(const ExactUnit& unit, const Visible& visible,
                                                   const uint32_t (&weight)[2], float (&y)[2 * X::kTiles]) const {
-    const int lane = computed_here(block_.lane);
+    const int lane = lane_computed_here(block_.lane);
     const uint8_t* values = unit.row(lane % 8 + lane / 16 * 8) + (D + lane / 8 % 2 * 8) * kExactElementBytes;
 #pragma unroll
     for (int i = 0; i < X::kTiles; ++i) {
@@ -195,7 +195,7 @@ class ExactTail {
   // The output of row r of the product, over the keys that it sees only, to scratch [D].
   __device__ __forceinline__ void multiply_alone(int r, const ExactUnit& unit, const Visible& visible,
                                                  const uint32_t (&weight)[2], float* scratch) const {
-    const int lane = computed_here(block_.lane), g = lane / 4;
+    const int lane = lane_computed_here(block_.lane), g = lane / 4;
     const auto sees = [&](int j) {
       return ((j < 8 ? visible.seen[0] : visible.seen[1]) >> (4 * (j % 8) + r) & 1) != 0;
     };

@@ -90,7 +90,7 @@ class Join {
       }
       __syncthreads();
     }
-    const int lane = computed_here(block_.lane), g = lane / 4, t = lane % 4;
+    const int lane = lane_computed_here(block_.lane), g = lane / 4, t = lane % 4;
 #pragma unroll 1
     for (int i = block_.warp; i < N * kVectors; i += block_.plan.warps) {
       const int n = i % N, v = i / N;

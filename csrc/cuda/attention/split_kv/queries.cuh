@@ -64,7 +64,7 @@ class Queries {
   // Lays the rows of a segment out as operands, and ends with all warps holding theirs.
   __device__ __forceinline__ void prepare(const Rows& rows, const Segment& segment) {
     const Attention& a = block_.call;
-    const int lane = computed_here(block_.lane);
+    const int lane = lane_computed_here(block_.lane);
     const uint8_t* operands = block_.shared + block_.plan.operands;  // [N, frags, 32 lanes, x and y, 4]
     wait_for_committed_copies();
     __syncwarp();
@@ -106,7 +106,7 @@ class Queries {
   // Lays out row r, which the block has, and the next ones, kAtOnce in all.
   __device__ __forceinline__ void prepare_rows(const Rows& rows, const Segment& segment, int r) const {
     const Attention& a = block_.call;
-    const int lane = computed_here(block_.lane);
+    const int lane = lane_computed_here(block_.lane);
     uint8_t* operands = block_.shared + block_.plan.operands;
     float y[kAtOnce][Lanes::kPerLane];
     QueryRow row[kAtOnce];

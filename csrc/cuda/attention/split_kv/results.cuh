@@ -35,7 +35,7 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Quer
   using Lanes = RowLanes<D>;
   constexpr int kPart = part_floats(D), kAtOnce = rows_at_once(ROWS);
   const Attention& a = block.call;
-  const int lane = computed_here(block.lane), step = block.plan.warps;
+  const int lane = lane_computed_here(block.lane), step = block.plan.warps;
 #pragma unroll 1
   for (int r = block.warp; r < ROWS; r += kAtOnce * step) {
     float m[kAtOnce], total[kAtOnce] = {}, y[kAtOnce][Lanes::kPerLane] = {};
