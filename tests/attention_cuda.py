@@ -3,6 +3,11 @@
 Caches start full of stale bytes whose scales are NaN, tails full of NaN, and block tables hold
 garbage where no page is needed. test_attention.py has the small cases, on both devices.
 
+Tokens that are gathered (test_gather.py) are rounded to the dtype of the call before queries are
+multiplied with them, evenly distributed errors of up to half a unit: of each score, sqrt(3) times
+less than half a unit of s on average, and of each value as much of its own. In bfloat16 cosines are
+above 0.9995 then, and 0.995 for s = 10.
+
 How near: queries and softmax weights of 11 significant bits, the fewest that a tensor core takes in
 float16, move every score by a random error of about e = (1 + s) 2^-11, s being the standard
 deviation of the logits, and so every weight by a factor of 1 + e. For values in random directions
@@ -219,8 +224,30 @@ def expected(case: Case, **options) -> tuple[Tensor, Tensor]:
     return exact_attention(case.q, *decoded(case), lengths, case.q_lens, **exact, **options)
 
 
+def may_be_gathered(case: Case) -> bool:
+    """Whether the call may have tokens that are, as far as what follows needs to know."""
+    rows = case.max_q_len * (case.q.shape[1] // case.k.shape[2])
+    return (
+        case.q.dtype in HALVES
+        and case.config.head_dim in (64, 128, 256)
+        and case.max_q_len > 32
+        and rows > 64
+        and torch.cuda.get_device_capability(DEVICE)[0] == 9
+    )
+
+
+def near_decoded(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], case: Case) -> None:
+    """As assert_near, where tokens in codes may be rounded once more."""
+    of_tokens = HALF_UNIT[case.q.dtype] / 3**0.5 if may_be_gathered(case) else 0.0
+    assert_near(found, exact, case.spread, of_tokens=of_tokens)
+
+
 def assert_near(
-    found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], spread: float, roundings: int = 1
+    found: tuple[Tensor, Tensor],
+    exact: tuple[Tensor, Tensor],
+    spread: float,
+    roundings: int = 1,
+    of_tokens: float = 0.0,
 ) -> None:
     """`exact` may be a rounded result itself: then there are two roundings between them.
 
@@ -228,7 +255,7 @@ def assert_near(
     distributed errors of up to half a unit, so sqrt(3) times less on average.
     """
     (out, lse), (exact_out, exact_lse) = found, exact
-    error = score_error(spread)
+    error = score_error(spread) + spread * of_tokens
     of_weights = HALF_UNIT[out.dtype] / 3**0.5 if out.dtype == torch.bfloat16 else 0.0
     assert torch.equal(lse == -torch.inf, exact_lse == -torch.inf)
     finite = torch.isfinite(exact_lse)
@@ -241,15 +268,18 @@ def assert_near(
     rms = exact_out.square().mean(-1, keepdim=True).sqrt()
     # Weights that two keys share move by the difference of their scores' errors. The largest of 10
     # million outputs is off by 8.1 of these units.
-    assert (off <= 9 * (error + of_weights) * rms + 2.0**-24).all()
+    assert (off <= 9 * (error + of_weights + of_tokens) * rms + 2.0**-24).all()
     cosine = torch.nn.functional.cosine_similarity(out.double()[some], exact_out[some], dim=-1)
-    assert cosine.min() > least_cosine(spread)
+    least = least_cosine(spread)
+    if of_tokens and out.dtype == torch.bfloat16:
+        least = 1 - 5 * (1 - least)
+    assert cosine.min() > least
 
 
 def check(case: Case, **options) -> tuple[Tensor, Tensor]:
     """Attends and compares with the oracle."""
     found = attend(case, **options)
-    assert_near(found, expected(case, **options), case.spread)
+    near_decoded(found, expected(case, **options), case)
     return found
 
 
@@ -284,7 +314,7 @@ def expected_own(case: Case, **options) -> tuple[Tensor, Tensor]:
 
 def check_own(case: Case, **options) -> tuple[Tensor, Tensor]:
     found = attend(case, **own_tokens(case), **options)
-    assert_near(found, expected_own(case, **options), case.spread)
+    near_decoded(found, expected_own(case, **options), case)
     return found
 
 

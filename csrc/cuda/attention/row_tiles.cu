@@ -9,6 +9,7 @@
 #include "cuda/attention/head_dims.cuh"
 #include "cuda/attention/row_tiles/chunk_counters.cuh"
 #include "cuda/attention/row_tiles/expansion.cuh"
+#include "cuda/codec/bulk.cuh"
 #include "cuda/common/box_maps.cuh"
 #include "cuda/common/torch.cuh"
 
@@ -32,6 +33,19 @@ constexpr int kManyRows = 8192;
 // Memory for expanded codes, whatever the context: what 16,384 keys of eight KV heads of 128 channels take, and about
 // what an L2 cache holds.
 constexpr int64_t kRingBytes = int64_t{64} << 20;
+
+// Memory for older tokens that are gathered: 24,576 of eight KV heads of 128 channels.
+constexpr int64_t kGatheredBytes = int64_t{96} << 20;
+constexpr int kLeastMemory = 1024;  // tokens: some are for rows of zeros
+// A sequence is gathered if it has more than one tile of rows, and for each of them and of its rows few older tokens:
+// to decode a token once must be less work than to expand it for each tile. Where rows read all from codes, row tiles
+// have less to do; and where blocks have few tiles, it counts that long ones are not cut into parts.
+constexpr int kLeastGatheredRows = 65, kMostOlder = 8192;
+constexpr float kOlderOfRow = 4, kCodesOfRow = 1.5;
+constexpr double kManyItems = 2;  // for each block
+// So many there must be, as far as the host knows, or the launch takes longer than it saves where nothing is older; and
+// one more for so many sequences, all of whose lengths the kernel reads.
+constexpr double kLeastItems = 0.9, kSequencesOfItem = 128;
 
 // Calls whose sequences have at most so many keys, and up to 192 rows, have tiles of 64 rows: three of them are less
 // work than two of 128, and where two blocks share a multiprocessor, one computes while the other begins or ends an
@@ -67,8 +81,10 @@ RowTilesLaunch::RowTilesLaunch(const Attention& call, const Device& device, int 
     : call_(call), device_(device) {
   const bool many = int64_t{call.max_q_len} * call.group > 64;
   if (!many || fits_three_tiles(call) || !choose_shape(2)) choose_shape(1);
-  if (many && call.new_keys && call.max_q_len > kFewQueries) choose_prompts();
+  if (many && call.max_q_len > kFewQueries) choose_prompts();
   if (many) choose_chunks();
+  if (prompts_.grid > 0) choose_gather();
+  if (!call.new_keys && !gathers()) prompts_.grid = 0;  // there are no prompts then
   check_limits();
   tiles_.plan.clears = least_queries == 0;
   for (Plan* plan : {&tiles_.plan, &prompts_.plan, &chunks_.plan}) {
@@ -128,7 +144,7 @@ void RowTilesLaunch::choose_prompts() {
   entry = with_channels(a.record.head_dim, [&](auto d) { return find_prompts_kernel<d>(groups, a.dtype); });
   const int64_t items = int64_t{a.tokens} * a.group / entry.rows * a.kv_heads;
   if (a.max_q_len > kShortQueries && items < device_.facts.multiprocessors) return;
-  if (!map_own_tokens(prompts_)) return;
+  if (a.new_keys && !map_own_tokens(prompts_)) return;
   for (const int stages : {3, 2}) {
     plan.key_stages = plan.value_stages = stages;
     const int per_block = device_.facts.shared_per_multiprocessor / entry.blocks - kReservedSharedBytes;
@@ -166,6 +182,32 @@ void RowTilesLaunch::choose_chunks() {
   }
 }
 
+// The kernel that gathers older tokens, where there are likely to be some.
+void RowTilesLaunch::choose_gather() {
+  const Attention& a = call_;
+  const int d = a.record.head_dim;
+  // Of prompts alone, block tables often have no page more than the longest one needs.
+  if (a.room < a.max_q_len + (a.new_keys ? a.record.page_size : 0)) return;
+  const double rows = static_cast<double>(a.tokens - a.seqs) * a.group;
+  const double items = rows / prompts_.entry.rows * a.kv_heads / prompts_.grid;
+  if (items < kLeastItems + a.seqs / kSequencesOfItem) return;
+  gather_ = find_gather_kernel(d, a.record.value_width(), a.dtype);
+  if (!gather_.kernel) return;
+  const int64_t most = kGatheredBytes / (int64_t{4} * a.kv_heads * d) & -16;
+  if (most < kLeastMemory) return;
+  const int64_t of_sequence = int64_t{a.room} + 48 + (a.tail ? a.sink_tokens + a.recent_window + a.max_q_len : 0);
+  GatherPlan& plan = prompts_.plan.gather;
+  plan.rows = static_cast<int>(std::min(most, (a.seqs * of_sequence + 143) & -16));
+  plan.least_rows = kLeastGatheredRows, plan.most_tokens = kMostOlder;
+  plan.tokens_of_row = (a.new_keys ? kOlderOfRow : kCodesOfRow) * static_cast<float>(std::min(items / kManyItems, 1.0));
+  // Without own tokens there are no prompts: two launches that would find nothing to do, where not all can be gathered.
+  const bool all = a.room <= plan.tokens_of_row * a.max_q_len * a.group && a.seqs * of_sequence <= most;
+  if (!a.new_keys && !all) gather_ = {}, plan = {};
+}
+int64_t RowTilesLaunch::gathered_bytes() const {
+  return int64_t{prompts_.plan.gather.rows} * call_.kv_heads * call_.record.head_dim * 2;
+}
+
 int64_t RowTilesLaunch::ring_bytes() const {
   return chunks_.plan.chunks.ring_tiles * (int64_t{2} * chunks_.entry.bytes + static_cast<int64_t>(sizeof(TileInfo)));
 }
@@ -187,14 +229,24 @@ void RowTilesLaunch::check_limits() const {
 }
 
 void RowTilesLaunch::run(void* workspace, cudaStream_t stream) {
-  tiles_.plan.parts = reinterpret_cast<float*>(static_cast<uint8_t*>(workspace) + ring_bytes());
+  uint8_t* const memory = static_cast<uint8_t*>(workspace);
+  tiles_.plan.parts = reinterpret_cast<float*>(memory + shared_bytes());
   float* const states = tiles_.plan.parts + part_floats();
   int* const first_states = reinterpret_cast<int*>(states + state_floats());
+  int* const first_rows = first_states + call_.seqs;
+  uint16_t* const absent = reinterpret_cast<uint16_t*>(first_rows + call_.seqs);
   tiles_.plan.counters =
-      zeroed_counters(device_.index, stream, num_counters(), reinterpret_cast<uint32_t*>(first_states + call_.seqs));
+      zeroed_counters(device_.index, stream, num_counters(),
+                      reinterpret_cast<uint32_t*>(reinterpret_cast<uint8_t*>(absent) + absent_bytes()));
   prompts_.plan.counters = tiles_.plan.counters + 2 * tiles_.grid + 1;
-  chunks_.plan.chunks.ring = static_cast<uint8_t*>(workspace);
+  chunks_.plan.chunks.ring = memory;
   chunks_.plan.chunks.counters = prompts_.plan.counters + (prompts_.grid > 0);
+  if (gathers() && map_gathered(memory)) {  // else row tiles take all, as without boxes of own tokens
+    for (Plan* plan : {&tiles_.plan, &prompts_.plan}) {
+      plan->gather.first_rows = first_rows, plan->gather.absent = absent;
+    }
+    gather(memory, stream);
+  }
   if (prompts_.grid > 0) launch(prompts_, stream);
   if (chunks_.grid > 0) {
     chunks_.plan.states = states;
@@ -202,6 +254,38 @@ void RowTilesLaunch::run(void* workspace, cudaStream_t stream) {
     launch(chunks_, stream);
   }
   launch(tiles_, stream);
+}
+
+// Boxes of gathered keys and values, a tile each; false: as map_own_tokens. Without own tokens nobody copies boxes of
+// these.
+bool RowTilesLaunch::map_gathered(uint8_t* data) {
+  const Attention& a = call_;
+  const int d = a.record.head_dim;
+  OwnMaps& maps = prompts_.maps;
+  const auto map = [&](void* from, CUtensorMap& to) {
+    return map_boxes(from, a.dtype, {d, a.kv_heads, prompts_.plan.gather.rows}, {d, int64_t{a.kv_heads} * d},
+                     {64, 1, prompts_.entry.keys}, to);
+  };
+  if (!map(data, maps.older_keys) || !map(data + gathered_bytes(), maps.older_values)) return false;
+  if (!a.new_keys) maps.keys = maps.older_keys, maps.values = maps.older_values;
+  return true;
+}
+
+void RowTilesLaunch::gather(uint8_t* to, cudaStream_t stream) {
+  const Attention& a = call_;
+  DecodeArguments codes{};
+  codes.source[0] = {a.record.key_width(), a.key_levels, a.key_signs, {nullptr, nullptr, a.channels.inverse}, to};
+  codes.source[1] = {a.record.value_width(), a.value_levels, a.value_signs, {}, to + gathered_bytes()};
+  codes.sources = 2, codes.heads = a.kv_heads, codes.dtype = a.dtype;
+  codes.pages = {const_cast<uint8_t*>(a.pages), a.num_pages, static_cast<uint32_t>(a.page_stride), a.kv_heads};
+  codes.layout = prompts_.plan.layout;
+  codes.table = a.block_table, codes.table_stride = a.table_stride, codes.max_pages = a.max_pages;
+  Plan& plan = prompts_.plan;
+  if (chunks_.grid > 0) plan.chunks = chunks_.plan.chunks;  // which sequences are long
+  void* arguments[] = {const_cast<Attention*>(&call_), &plan, &codes};
+  const int blocks = gather_.blocks * device_.facts.multiprocessors;
+  check_cuda(launch_early(gather_.kernel, blocks, gather_.threads, 0, arguments, stream, device_.facts.major),
+             "paged_attention");
 }
 
 void RowTilesLaunch::launch(Kernel& kernel, cudaStream_t stream) {

@@ -1,7 +1,10 @@
 // The launch of the row-tile kernel (attention/row_tiles/kernel.cuh), for calls that choose_attention gives to it, and
 // before it of those that can take some of the sequences: the kernel of chunks (attention/row_tiles/chunks.cuh) long
-// ones, that of prompts (attention/row_tiles/prompts.cuh) those with nothing but own tokens.
+// ones, that of prompts (attention/row_tiles/prompts.cuh) those with nothing but own tokens, or with few older ones,
+// which another kernel gathers for it (attention/row_tiles/gather.cuh).
 #pragma once
+
+#include <algorithm>
 
 #include "choices/attention.h"
 #include "cuda/attention/call.cuh"
@@ -34,6 +37,14 @@ KernelEntry find_prompts_kernel(int groups, Dtype dtype);
 template <int D>
 KernelEntry find_chunks_kernel(Dtype dtype);
 
+// The kernel that gathers older tokens for the one of prompts. Defined in instances/gather.cu.
+struct GatherEntry {
+  const void* kernel;  // null: there is none for this head_dim, or for these values
+  int threads;         // of a block
+  int blocks;          // per multiprocessor, at most
+};
+GatherEntry find_gather_kernel(int head_dim, format::Width values, Dtype dtype);
+
 // Bytes of a raw stage: the tiles of a record that hold kUnitKeys tokens, in places that bulk copies can write to.
 constexpr int raw_stride(const format::Record& record) {
   return (kUnitKeys / record.tile_tokens() * record.tile_bytes() + 127) / 128 * 128;
@@ -48,7 +59,7 @@ class RowTilesLaunch {
 
   // Bytes of memory for partial results and expanded codes; their contents do not matter.
   int64_t workspace_bytes() const {
-    return ring_bytes() + (part_floats() + state_floats() + call_.seqs + num_counters()) * 4;
+    return shared_bytes() + (part_floats() + state_floats() + 2 * call_.seqs + num_counters()) * 4 + absent_bytes();
   }
 
   // workspace: aligned to 16 bytes.
@@ -65,14 +76,22 @@ class RowTilesLaunch {
   bool choose_shape(int groups);
   void choose_prompts();
   void choose_chunks();
+  void choose_gather();
+  bool gathers() const { return gather_.kernel != nullptr; }
   bool map_own_tokens(Kernel& kernel) const;
   void check_limits() const;
   int64_t part_floats() const { return int64_t{2} * tiles_.grid * tiles_.entry.part_floats; }
   int64_t state_floats() const { return int64_t{states_} * chunks_.entry.state_floats; }
   int64_t ring_bytes() const;
+  int64_t gathered_bytes() const;  // of keys, or of values
+  int64_t absent_bytes() const { return (int64_t{prompts_.plan.gather.rows} / 16 * 2 + 3) / 4 * 4; }
+  // Of tokens that are gathered, and then of codes that the kernel of chunks expands
+  int64_t shared_bytes() const { return std::max(ring_bytes(), 2 * gathered_bytes()); }
   // In this order: of row tiles, of prompts, of chunks
   int num_counters() const;
   void launch(Kernel& kernel, cudaStream_t stream);
+  bool map_gathered(uint8_t* data);
+  void gather(uint8_t* to, cudaStream_t stream);
 
   const Attention& call_;
   const Device& device_;
@@ -80,6 +99,7 @@ class RowTilesLaunch {
   Kernel prompts_;  // for sequences with nothing but own tokens
   Kernel chunks_;   // for long sequences
   int states_ = 0;  // tiles of rows that long sequences have at most
+  GatherEntry gather_{};
 };
 
 }  // namespace turboquant::cuda::row_tiles

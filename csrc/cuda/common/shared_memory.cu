@@ -21,7 +21,7 @@ Allowed* find(std::vector<Allowed>& list, const void* kernel, int device) {
 
 }  // namespace
 
-void allow_shared_memory(const void* kernel, int device, int bytes) {
+void allow_shared_memory(const void* kernel, int device, int bytes, bool fully) {
   static thread_local std::vector<Allowed> known;  // to this thread, which needs no lock for it
   Allowed* const mine = find(known, kernel, device);
   if (mine->bytes >= bytes) return;
@@ -30,6 +30,11 @@ void allow_shared_memory(const void* kernel, int device, int bytes) {
   static std::vector<Allowed> all;
   const std::lock_guard<std::mutex> lock(mutex);
   Allowed* const limit = find(all, kernel, device);
+  if (limit->bytes == 0 && fully) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared),
+               "cudaFuncSetAttribute");
+  }
   if (limit->bytes < bytes) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                "cudaFuncSetAttribute");

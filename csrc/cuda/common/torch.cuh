@@ -73,8 +73,9 @@ inline cudaError_t launch_early(const void* kernel, dim3 grid, int threads, int 
 }
 
 // Lets a kernel have this much dynamic shared memory on a device, which is current. CUDA is asked only for more than
-// any thread has asked for.
-void allow_shared_memory(const void* kernel, int device, int bytes);
+// any thread has asked for. fully: multiprocessors that run it give shared memory all that they can. Otherwise they
+// give it little more than the kernel needs, which may leave no room for a small block beside it.
+void allow_shared_memory(const void* kernel, int device, int bytes, bool fully = false);
 
 inline int checked_int(int64_t n, const char* name) {
   STD_TORCH_CHECK(n <= INT32_MAX, name, " is ", n, ", supported on CUDA: up to ", INT32_MAX);

@@ -58,7 +58,7 @@ void LinearLaunch::run(void* workspace, cudaStream_t stream) {
     const dim3 grid(num_blocks(pieces, kQuantiseWarps * kPiecesAtOnce), blocks);
     check_cuda(launch_early(entry_.quantise, grid, 32 * kQuantiseWarps, 0, arguments, stream, major), "linear_packed");
   }
-  allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
+  allow_shared_memory(entry_.kernel, device_.index, plan_.bytes, true);  // beside a block that quantises
   const dim3 grid(plan_.parts, plan_.row_blocks, blocks);
   check_cuda(launch_early(entry_.kernel, grid, 32 * kWarps, plan_.bytes, arguments, stream, major), "linear_packed");
 }

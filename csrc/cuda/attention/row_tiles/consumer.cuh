@@ -243,12 +243,15 @@ class Consumer {
 
   // Queries as they are.
   __device__ __forceinline__ void prepare_exact() {
-    const Sight sight(a_, item_->sequence, item_->length, item_->queries);
+    const auto recent = [&](int position) {
+      if constexpr (S::kPrompts) return a_.recent(item_->older.tail, position, item_->new_begin);
+      return Sight(a_, item_->sequence, item_->length, item_->queries).recent(position);
+    };
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       factor_[i] = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f), shift_[i] = 0;
       // Exact keys that are seen: sinks from first_ on, and others from end_ on.
-      first_[i] = a_.first_visible(position_[i]), end_[i] = max(sight.recent(position_[i]), first_[i]);
+      first_[i] = a_.first_visible(position_[i]), end_[i] = max(recent(position_[i]), first_[i]);
     }
     if constexpr (S::kCopies) {
       clear_begin_ = item_->common_begin, clear_end_ = item_->common_end;
@@ -268,6 +271,7 @@ class Consumer {
         const int at = j / 8 * 64 * kSwizzleRow + swizzled(row_ % 64 + 8 * i, j % 8 * 16 + 4 * t_);
         return *reinterpret_cast<uint32_t*>(from + at);
       };
+      if (item_->older.tiles > 0 && a_.channels.center) shift_by_center(word);
       if constexpr (S::kQueriesInRegisters) {
         lay_out([&](int i, int j) { return word(i, j) ^ sign; });
         release_queries();
@@ -283,6 +287,28 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < 2; ++i) Octets<kD>(query_row(i), t_, a_.record.head_dim).channels(t_, words[i]);
       lay_out([&](int i, int j) { return words[i][j] ^ sign; });
+    }
+  }
+
+  // Gathered tokens are decoded without the center: what it adds to the scores of each row.
+  template <typename F>
+  __device__ __forceinline__ void shift_by_center(const F& word) {
+    const float* const center = a_.channels.of_head(item_->head, a_.record.head_dim).center + 2 * t_;
+    float shift[2] = {};
+#pragma unroll 4
+    for (int j = 0; j < kD / 8; ++j) {
+      const float2 c = *reinterpret_cast<const float2*>(center + 8 * j);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float q[2];
+        floats_of_words<T>({word(i, j)}, q);
+        shift[i] = fmaf(q[0], c.x, fmaf(q[1], c.y, shift[i]));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      shift[i] += __shfl_xor_sync(0xffffffff, shift[i], 1), shift[i] += __shfl_xor_sync(0xffffffff, shift[i], 2);
+      shift_[i] = shift[i] * a_.softmax_scale * kLog2E;
     }
   }
 
@@ -393,6 +419,7 @@ class Consumer {
   // them become NaN as a whole. All warps that multiply call this for the same tiles.
   __device__ __forceinline__ void guard_values(int tile) {
     if (tile >= item_->common_begin && tile < item_->common_end) return;
+    if (S::kPrompts && tile >= item_->older.common_begin && tile < item_->older.common_end) return;
     wait<true>(notes_.value_full, values_);
     constexpr int kConsumers = kWarpgroup * S::kGroups, kRowWords = kSwizzleRow / 16;
     uint4* const words = reinterpret_cast<uint4*>(shared_ + (plan_.key_stages + values_.slot) * S::kTileBytes);
@@ -450,14 +477,18 @@ class Consumer {
   template <bool EXACT>
   __device__ __forceinline__ void weigh(int tile, float (&scores)[S::kScores], bool multiplying) {
     const TileInfo& info = notes_.info[keys_.slot];
-    float factor[2] = {factor_[0], factor_[1]};
+    float factor[2] = {factor_[0], factor_[1]}, shift[2] = {shift_[0], shift_[1]};
+    if (S::kPrompts && tile >= item_->older.tiles) shift[0] = shift[1] = 0;
     int exponent = 0;
     bool all = tile >= clear_begin_ && tile < clear_end_;
     if constexpr (!EXACT) {
       factor[0] *= info.key_factor, factor[1] *= info.key_factor, exponent = info.value_exponent;
       all = all && !info.special;
     }
-    if (a_.soft_cap > 0) cap(scores, factor);
+    if constexpr (S::kPrompts) {
+      all |= tile >= item_->older.common_begin && tile < item_->older.common_end && !info.special;
+    }
+    if (a_.soft_cap > 0) cap(scores, factor, shift);
     const int first = EXACT ? (tile - item_->coded_tiles) * S::kKeys : item_->first + tile * S::kKeys;
     if (!all) mask<EXACT>(first, info, scores);
     release(notes_.key_empty, keys_, plan_.key_stages);
@@ -478,7 +509,7 @@ class Consumer {
       float both = fmaxf(most[i][0], most[i][1]);
 #pragma unroll
       for (int bit = 1; bit < 4; bit *= 2) both = fmaxf(both, __shfl_xor_sync(0xffffffff, both, bit));
-      top[i] = fmaf(both, factor[i], shift_of(i));
+      top[i] = fmaf(both, factor[i], shift[i]);
       raise |= top[i] > reference_[i] + kRaise;
     }
     if (!kWeightsFirst && multiplying) {
@@ -503,7 +534,7 @@ class Consumer {
     float add[2], sum[2][2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      add[i] = shift_of(i) - (reference_[i] == -INFINITY ? 0.0f : reference_[i]) + kLift + down;
+      add[i] = shift[i] - (reference_[i] == -INFINITY ? 0.0f : reference_[i]) + kLift + down;
     }
 #pragma unroll
     for (int n = 0; n < S::kKeys / 8; ++n) {
@@ -534,20 +565,18 @@ class Consumer {
 #pragma unroll
     for (int k = 0; k < kD / 8; ++k) sums_[4 * k + 2 * i] *= by, sums_[4 * k + 2 * i + 1] *= by;
   }
-  // Capped scores have the shift in them already.
-  __device__ __forceinline__ float shift_of(int i) const { return a_.soft_cap > 0 ? 0.0f : shift_[i]; }
-
-  __device__ __forceinline__ void cap(float (&scores)[S::kScores], float (&factor)[2]) const {
+  // Capped scores have factor and shift in them already.
+  __device__ __forceinline__ void cap(float (&scores)[S::kScores], float (&factor)[2], float (&shift)[2]) const {
     const float limit = a_.soft_cap * kLog2E, inverse = __fdividef(1.0f, limit);
 #pragma unroll
     for (int n = 0; n < S::kKeys / 8; ++n) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         float& x = scores[4 * n + k];
-        x = limit * tanh_fast(fmaf(x, factor[k / 2], shift_[k / 2]) * inverse);
+        x = limit * tanh_fast(fmaf(x, factor[k / 2], shift[k / 2]) * inverse);
       }
     }
-    factor[0] = factor[1] = 1;
+    factor[0] = factor[1] = 1, shift[0] = shift[1] = 0;
   }
 
   // Excludes the keys that a row does not see. A row that sees a key with a scale that is not a number becomes NaN.
@@ -566,11 +595,12 @@ class Consumer {
         seen[i] = columns().template range<true>(first_[i] - first, end_[i] - first);
       }
     }
-    if (!EXACT && info.special) {
+    if ((!EXACT || (S::kPrompts && first < item_->older.tiles * S::kKeys)) && info.special) {
       uint32_t absent = 0;
 #pragma unroll
       for (int w = 0; w < S::kKeys / 32; ++w) {
-        poison |= columns().of(info.poison[w]) << 8 * w, absent |= columns().of(info.absent[w]) << 8 * w;
+        if (!EXACT) poison |= columns().of(info.poison[w]) << 8 * w;
+        absent |= columns().of(info.absent[w]) << 8 * w;
       }
       seen[0] &= ~absent, seen[1] &= ~absent;
     }
@@ -590,31 +620,42 @@ class Consumer {
 
   // Which of the thread's columns of row i are keys that it sees, where `first` is the number of the first exact key.
   __device__ __forceinline__ uint32_t seen_exact(int i, int first) const {
+    const auto range = [&](int begin, int end) { return columns().template range<false>(begin, end); };
+    const auto sees_tail = [&](int sinks, int recent, int exact, int first) {
+      const int others = sinks - recent - first;  // key k behind sinks is number k + others
+      return range(first_[i] - first, min(sinks, position_[i] + 1) - first) |
+             range(max(sinks - first, end_[i] + others), min(exact - first, position_[i] + 1 + others));
+    };
+    if (S::kPrompts && first < first_own()) {
+      const auto& older = item_->older;
+      const int coded = older.tiles * S::kKeys, begin = older.first + first;
+      if (first < coded) return range(max(first_[i], older.tail.sinks) - begin, end_[i] - begin);
+      return sees_tail(older.sinks, older.tail_begin, older.copies, first - coded);
+    }
     if (S::kPrompts || (S::kChunks && first >= first_own())) {
       const int origin = own_origin() + first;
-      return columns().template range<false>(first_[i] - origin, position_[i] + 1 - origin);
+      return range(first_[i] - origin, position_[i] + 1 - origin);
     }
-    const int sinks = item_->sinks, others = sinks - item_->recent - first;  // key k behind sinks is number k + others
-    const auto range = [&](int begin, int end) { return columns().template range<false>(begin, end); };
-    return range(first_[i] - first, min(sinks, position_[i] + 1) - first) |
-           range(max(sinks - first, end_[i] + others), min(item_->exact - first, position_[i] + 1 + others));
+    return sees_tail(item_->sinks, item_->recent, item_->exact, first);
   }
   // Whether row i sees exact key `number` of the item.
   __device__ __forceinline__ bool sees_exact(int i, int number) const {
-    const bool own = S::kPrompts || (S::kChunks && number >= first_own());
-    const int key = own ? own_origin() + number : item_->exact_key(number);
-    return key <= position_[i] && key >= first_[i] &&
-           (own || (number < item_->exact && (number < item_->sinks || key >= end_[i])));
+    const int first = number & -S::kKeys, n = number - first;  // one of the row's four threads has this column
+    return any_of_quad(n % 8 / 2 == t_ && (seen_exact(i, first) >> (n / 8 * 2 + n % 2) & 1));
+  }
+  static __device__ __forceinline__ bool any_of_quad(int x) {
+    x |= __shfl_xor_sync(0xffffffff, x, 1);
+    return (x | __shfl_xor_sync(0xffffffff, x, 2)) != 0;
   }
   // Where a block only copies, keys of the tail have tiles of their own, and own keys begin behind these: the number of
   // the first one, and the position that number 0 would have among them.
   __device__ __forceinline__ int first_own() const {
     if constexpr (S::kChunks) return static_cast<const Task*>(item_)->tail_tiles * S::kKeys;
-    return 0;
+    return (item_->older.tiles + item_->older.copies_tiles) * S::kKeys;
   }
   __device__ __forceinline__ int own_origin() const {
     if constexpr (S::kChunks) return static_cast<const Task*>(item_)->own_first - first_own();
-    return item_->recent;
+    return item_->recent - first_own();
   }
 
   template <bool EXACT>

@@ -43,25 +43,48 @@ class PromptList {
 #pragma unroll 1
     for (int n; i >= (n = items(x.sequence)); x.sequence = mine_.next(x.sequence)) i -= n;
     x.queries = a_.num_queries(x.sequence), x.length = a_.length(x.sequence, x.queries);
-    x.first_query = a_.first_query(x.sequence), x.new_begin = x.length - x.queries;
+    x.first_query = a_.first_query(x.sequence);
+    const int begin = x.length - x.queries;  // position of query 0
     const int rows = x.queries * plan_.group, blocks = ceil_div(rows, S::kRows);
-    const int heads = heads_at_once<S>(ceil_div(x.queries, S::kKeys), a_.kv_heads);
+    const int heads = heads_at_once<S>(ceil_div(max(x.length, x.queries), S::kKeys), a_.kv_heads);
     const int first_head = quotient(i, heads * blocks) * heads, others = min(heads, a_.kv_heads - first_head);
     const int in_heads = i - first_head * blocks, block = quotient(in_heads, others);
     x.head = first_head + in_heads - block * others, x.block = blocks - 1 - block;
     const int first_row = x.block * S::kRows;
     x.rows = min(rows - first_row, S::kRows);
-    const int low = x.new_begin + quotient(first_row, plan_.group);
-    const int high = x.new_begin + quotient(first_row + x.rows - 1, plan_.group);
-    x.recent = max(a_.first_visible(low), max(x.new_begin, 0)), x.exact = max(high + 1 - x.recent, 0);
-    x.end = ceil_div(x.exact, S::kKeys);
-    x.common_begin = ceil_div(max(a_.first_visible(high) - x.recent, 0), S::kKeys);
-    x.common_end = min(low + 1 - x.recent, x.exact) / S::kKeys;
+    const int low = begin + quotient(first_row, plan_.group);
+    const int high = begin + quotient(first_row + x.rows - 1, plan_.group);
+    x.older.tail.slot = -1;
+    x.new_begin = a_.new_keys ? begin : x.length;
+    const int older_row = plan_.gather.first_row(x.sequence);
+    if (older_row >= 0) describe_older(low, high, older_row, x);
+    const int older = x.older.tiles + x.older.copies_tiles;
+    x.recent = max(a_.first_visible(low), max(x.new_begin, 0));
+    x.exact = a_.new_keys ? max(high + 1 - x.recent, 0) : 0;
+    x.end = older + ceil_div(x.exact, S::kKeys);
+    x.common_begin = older + ceil_div(max(a_.first_visible(high) - x.recent, 0), S::kKeys);
+    x.common_end = older + min(low + 1 - x.recent, x.exact) / S::kKeys;
     to = x;
     return true;
   }
 
  private:
+  // Tiles of older tokens that have been gathered, from `row` of the result on. low, high: positions of the first query
+  // and of the last one
+  __device__ __forceinline__ void describe_older(int low, int high, int row, Item& x) const {
+    const Sight sight(a_, x.sequence, x.length, x.queries);
+    const OlderTokens of(a_, sight, x.length, x.queries);
+    auto& to = x.older;
+    to.row = row, to.copies_row = row + of.coded_rows();
+    const int skipped = max(sight.first(low) - of.begin, 0) & -S::kKeys;
+    to.row += skipped, to.first = of.begin + skipped;
+    to.tiles = ceil_div(max(sight.recent(high) - to.first, 0), S::kKeys);
+    to.common_begin = ceil_div(max(sight.first(high) - to.first, 0), S::kKeys);
+    to.common_end = max(sight.recent(low) - to.first, 0) / S::kKeys;
+    to.tail = of.tail, to.sinks = of.sinks, to.tail_begin = of.tail_begin;
+    to.copies = max(sight.recent(low), a_.first_visible(low)) < of.tail_end ? of.copies() : of.sinks;
+    to.copies_tiles = ceil_div(to.copies, S::kKeys);
+  }
   __device__ __forceinline__ int items(int s) const {
     return ceil_div(a_.num_queries(s) * plan_.group, S::kRows) * a_.kv_heads;
   }
@@ -139,17 +162,46 @@ __device__ __forceinline__ void copy_queries(const Attention& a, const Plan& pla
   });
 }
 
-// Keys or values of each item, one tile after the other: [channels / 64][keys][64 channels].
+// Lane i: which of rows 16 i to 16 i + 15 of a tile of gathered tokens do not exist.
 template <class S>
-__device__ __forceinline__ void copy_tiles(const CUtensorMap& map, Notes& notes, uint64_t* full, uint64_t* empty,
-                                           int stages, uint8_t* to) {
+__device__ __forceinline__ uint32_t absent_keys(const Plan& plan, int row) {
+  const int at = row / 16 + static_cast<int>(threadIdx.x % 32);
+  return threadIdx.x % 32 < S::kKeys / 16 && at < plan.gather.rows / 16 ? __ldcg(plan.gather.absent + at) : 0;
+}
+template <class S>
+__device__ __forceinline__ void note_absent(uint32_t keys, TileInfo& to) {
+  const bool any = __any_sync(0xffffffff, keys != 0);
+#pragma unroll
+  for (int w = 0; w < S::kKeys / 32; ++w) {
+    const uint32_t low = __shfl_sync(0xffffffff, keys, 2 * w), high = __shfl_sync(0xffffffff, keys, 2 * w + 1);
+    if (threadIdx.x % 32 == 0) to.absent[w] = low | high << 16;
+  }
+  if (threadIdx.x % 32 == 0) to.special = any;
+}
+
+// Keys or values of each item, one tile after the other: [channels / 64][keys][64 channels]. older: of tokens that have
+// been gathered. Which of these do not exist is told with the keys.
+template <class S, bool VALUES>
+__device__ __forceinline__ void copy_tiles(const Plan& plan, const CUtensorMap& own, const CUtensorMap& older,
+                                           Notes& notes, uint8_t* to) {
+  uint64_t* const full = VALUES ? notes.value_full : notes.key_full;
+  uint64_t* const empty = VALUES ? notes.value_empty : notes.key_empty;
+  const int stages = VALUES ? plan.value_stages : plan.key_stages;
   RingPlace stage;
   for_each_item(notes, [&](const Item& item) {
-    const int first = item.first_query + item.recent - item.new_begin;  // token of the item's exact key 0
+    const int tiles = item.older.tiles, before = tiles + item.older.copies_tiles;
+    const int first = item.first_query + item.recent - item.new_begin;  // token of the item's first own key
     for (int tile = 0; tile < item.end; ++tile, stage.advance(stages)) {
+      uint32_t absent = 0;
+      if (!VALUES && tile < tiles) absent = absent_keys<S>(plan, item.older.row + tile * S::kKeys);
       wait_barrier(&empty[stage.slot], stage.phase ^ 1);
+      if (!VALUES && tile < tiles) note_absent<S>(absent, notes.info[stage.slot]);
       if (threadIdx.x % 32 == 0) {
-        copy_own_tile<S>(to + stage.slot * S::kTileBytes, map, item.head, first + tile * S::kKeys, &full[stage.slot]);
+        const bool is_own = tile >= before;
+        const int token = is_own         ? first + (tile - before) * S::kKeys
+                          : tile < tiles ? item.older.row + tile * S::kKeys
+                                         : item.older.copies_row + (tile - tiles) * S::kKeys;
+        copy_own_tile<S>(to + stage.slot * S::kTileBytes, is_own ? own : older, item.head, token, &full[stage.slot]);
       }
       __syncwarp();  // no lane may be a turn of the ring behind
     }
@@ -184,10 +236,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     switch (threadIdx.x / 32) {
       case 0: return hand_out_items<S>(a, plan, notes);
       case 1: return copy_queries<S>(a, plan, notes, shared + plan.queries);
-      case 2: return copy_tiles<S>(maps.keys, notes, notes.key_full, notes.key_empty, plan.key_stages, shared);
+      case 2: return copy_tiles<S, false>(plan, maps.keys, maps.older_keys, notes, shared);
       default:
-        return copy_tiles<S>(maps.values, notes, notes.value_full, notes.value_empty, plan.value_stages,
-                             shared + plan.key_stages * S::kTileBytes);
+        return copy_tiles<S, true>(plan, maps.values, maps.older_values, notes,
+                                   shared + plan.key_stages * S::kTileBytes);
     }
   } else {
     take_registers<S::kConsumerRegisters>();

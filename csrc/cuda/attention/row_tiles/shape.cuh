@@ -80,6 +80,16 @@ struct Item {
   int common_begin, common_end;  // tiles of exact keys that all rows see
   int new_begin;                 // exact keys from here on are this call's own tokens
 
+  // Only of the kernel of prompts: older tokens that have been gathered (gather.cuh), whose tiles come first.
+  struct Older {
+    int row, tiles;                 // of tokens that were in codes: the first one's row of the result, and tiles
+    int first;                      // its position
+    int common_begin, common_end;   // tiles of these that all rows see
+    int copies_row, copies_tiles;   // the same of copies of the tail,
+    int sinks, copies, tail_begin;  // of which the first `sinks` are sinks; the position of the next
+    Attention::Tail tail;
+  } older;
+
   // The position of exact key i.
   __device__ __forceinline__ int exact_key(int i) const { return i < sinks ? i : recent + i - sinks; }
 };
@@ -106,6 +116,21 @@ struct ChunksPlan {
   uint32_t* counters;  // 0 between launches, see chunks.cuh
 };
 
+// What the host decides about older tokens that are gathered.
+struct GatherPlan {
+  int rows;             // of the result, a multiple of 16
+  int least_rows;       // query rows of a sequence, in all heads of a group
+  float tokens_of_row;  // older tokens for each of them, at most
+  int most_tokens;      // and of a sequence
+  int* first_rows;      // [seqs] of a sequence; -1: it is not gathered. Null: none is
+  uint16_t* absent;     // [rows / 16] bits of rows whose page does not exist
+
+  // Past the L1 cache, which may hold what an earlier call has left there.
+  __device__ __forceinline__ int first_row(int sequence) const {
+    return first_rows ? __ldcg(first_rows + sequence) : -1;
+  }
+};
+
 // What the host decides about a launch.
 struct Plan {
   RecordLayout layout;
@@ -126,12 +151,14 @@ struct Plan {
   float* parts;        // [2 grid, kPartFloats]
   uint32_t* counters;  // 0 between launches: arrivals for each slot, [2 grid]; items taken, which is the
                        // only one of prompts
+  GatherPlan gather;
 };
 
 // Own keys and values as the kernels of prompts and of chunks copy them: boxes of 64 channels of the tokens of a tile,
 // of tensors [tokens, kv_heads, channels].
 struct OwnMaps {
   CUtensorMap keys, values;
+  CUtensorMap older_keys, older_values;  // the same of tokens that have been gathered
 };
 
 // What the warps of a block tell each other.

@@ -31,6 +31,29 @@ struct Sight {
   __device__ __forceinline__ int recent(int position) const { return a.recent(tail, position, new_begin); }
 };
 
+// The older tokens of a sequence that its queries see, as they are gathered (gather.cuh).
+struct OlderTokens {
+  int begin, coded_end;      // positions that some query reads from codes; begin is a multiple of 16
+  int sinks;                 // of the tail: positions [0, sinks), none of which is the call's own
+  int tail_begin, tail_end;  // positions that some query has in its recent window, of the tail
+  Attention::Tail tail;
+
+  OlderTokens() = default;
+  __device__ __forceinline__ OlderTokens(const Attention& a, const Sight& sight, int length, int queries)
+      : tail(sight.tail) {
+    const int low = length - queries;  // of the first query
+    begin = max(sight.first(low), 0) & -16, coded_end = max(sight.recent(length - 1), 0);
+    sinks = a.first_visible(low) < tail.sinks ? max(min(tail.sinks, sight.new_begin), 0) : 0;
+    tail_begin = max(max(sight.recent(low), a.first_visible(low)), 0);
+    tail_end = tail.any() ? max(sight.new_begin, tail_begin) : tail_begin;
+  }
+  // Rows that are decoded, and tokens that are copied, sinks first.
+  __device__ __forceinline__ int coded_rows() const { return (max(coded_end - begin, 0) + 15) & -16; }
+  __device__ __forceinline__ int copies() const { return sinks + tail_end - tail_begin; }
+  // The position of copy i.
+  __device__ __forceinline__ int copy_at(int i) const { return i < sinks ? i : tail_begin + i - sinks; }
+};
+
 // What an item's rows see.
 struct Seen {
   int low, high;  // positions of the first query and of the last one
@@ -67,14 +90,15 @@ __device__ __forceinline__ int describe(const Attention& a, const Divisor& group
 }
 
 // Whether a sequence is this kernel's, row tiles or prompts. The latter takes those of which there are no tokens but
-// the call's own, and the former no long ones, which are those of the kernel of chunks.
+// the call's own, or of which the others have been gathered, and the former no long ones, which are those of the kernel
+// of chunks.
 template <class S>
 __device__ __forceinline__ bool takes(const Attention& a, const Plan& plan, int sequence) {
   const int queries = a.num_queries(sequence), rows = queries * a.group;
   if (rows < plan.least_rows || rows == 0) return false;
   if (!S::kPrompts && plan.first_states && plan.first_states[sequence] >= 0) return false;
   if (!plan.prompts_apart) return true;
-  const bool own = a.new_begin(a.length(sequence, queries), queries) <= 0;
+  const bool own = plan.gather.first_row(sequence) >= 0 || a.new_begin(a.length(sequence, queries), queries) <= 0;
   return own == S::kPrompts;
 }
 // Whether some sequence is; all threads of the block call it.
