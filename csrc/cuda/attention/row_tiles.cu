@@ -141,7 +141,7 @@ void RowTilesLaunch::choose_prompts() {
   const Attention& a = call_;
   auto& [entry, plan, maps, grid] = prompts_;
   const int groups = a.max_q_len <= kShortQueries ? 1 : 2;
-  entry = with_channels(a.record.head_dim, [&](auto d) { return find_prompts_kernel<d>(groups, a.dtype); });
+  entry = with_channels(a.record.head_dim, [&](auto d) { return find_prompts_kernel<d>(groups, a.dtype, false); });
   const int64_t items = int64_t{a.tokens} * a.group / entry.rows * a.kv_heads;
   if (a.max_q_len > kShortQueries && items < device_.facts.multiprocessors) return;
   if (a.new_keys && !map_own_tokens(prompts_)) return;
@@ -202,7 +202,14 @@ void RowTilesLaunch::choose_gather() {
   plan.tokens_of_row = (a.new_keys ? kOlderOfRow : kCodesOfRow) * static_cast<float>(std::min(items / kManyItems, 1.0));
   // Without own tokens there are no prompts: two launches that would find nothing to do, where not all can be gathered.
   const bool all = a.room <= plan.tokens_of_row * a.max_q_len * a.group && a.seqs * of_sequence <= most;
-  if (!a.new_keys && !all) gather_ = {}, plan = {};
+  if (!a.new_keys && !all) {
+    gather_ = {}, plan = {};
+    return;
+  }
+  const int groups = prompts_.entry.rows / 64;
+  const KernelEntry with_older =
+      with_channels(d, [&](auto channels) { return find_prompts_kernel<channels>(groups, a.dtype, true); });
+  prompts_.entry.kernel = with_older.kernel;  // of the same shape
 }
 int64_t RowTilesLaunch::gathered_bytes() const {
   return int64_t{prompts_.plan.gather.rows} * call_.kv_heads * call_.record.head_dim * 2;

@@ -29,10 +29,11 @@ struct KernelEntry {
 // instances/row_tiles.cu.
 template <int D>
 KernelEntry find_kernel(int groups, Dtype dtype);
-// The one for sequences of which no key is older than the call; up to 128 channels also of 64 rows. Defined in
+// The one for sequences of which no key is older than the call; up to 128 channels also of 64 rows. gathered: or whose
+// older tokens have been gathered, an instance of its own, so that it does not slow down whole prompts. Defined in
 // instances/prompts.cu.
 template <int D>
-KernelEntry find_prompts_kernel(int groups, Dtype dtype);
+KernelEntry find_prompts_kernel(int groups, Dtype dtype, bool gathered);
 // The one for long sequences, with tiles of 128 rows. Defined in instances/chunks.cu.
 template <int D>
 KernelEntry find_chunks_kernel(Dtype dtype);

@@ -46,13 +46,20 @@ KernelEntry kernel_entry() {
 }
 
 template <int D>
-KernelEntry find_prompts_kernel(int groups, Dtype dtype) {
-  const auto of_type = [&](auto type) {
+KernelEntry find_prompts_kernel(int groups, Dtype dtype, bool gathered) {
+  const auto of = [&](auto type, auto source) {
     using T = typename decltype(type)::type;
+    constexpr Source kSource = decltype(source)::value;
     if constexpr (D <= 128) {
-      if (groups == 1) return kernel_entry<Shape<D, 1, Source::kOwn>, T>();
+      if (groups == 1) return kernel_entry<Shape<D, 1, kSource>, T>();
     }
-    return kernel_entry<Shape<D, 2, Source::kOwn>, T>();
+    return kernel_entry<Shape<D, 2, kSource>, T>();
+  };
+  const auto of_type = [&](auto type) {
+    if constexpr (D != 192) {  // older tokens of which are not gathered
+      if (gathered) return of(type, std::integral_constant<Source, Source::kGathered>{});
+    }
+    return of(type, std::integral_constant<Source, Source::kOwn>{});
   };
   return dtype == Dtype::kFloat16 ? of_type(Tag<__half>{}) : of_type(Tag<__nv_bfloat16>{});
 }

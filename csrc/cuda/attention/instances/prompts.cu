@@ -4,9 +4,9 @@
 
 namespace turboquant::cuda::row_tiles {
 
-template KernelEntry find_prompts_kernel<64>(int groups, Dtype type);
-template KernelEntry find_prompts_kernel<128>(int groups, Dtype type);
-template KernelEntry find_prompts_kernel<192>(int groups, Dtype type);
-template KernelEntry find_prompts_kernel<256>(int groups, Dtype type);
+template KernelEntry find_prompts_kernel<64>(int groups, Dtype type, bool gathered);
+template KernelEntry find_prompts_kernel<128>(int groups, Dtype type, bool gathered);
+template KernelEntry find_prompts_kernel<192>(int groups, Dtype type, bool gathered);
+template KernelEntry find_prompts_kernel<256>(int groups, Dtype type, bool gathered);
 
 }  // namespace turboquant::cuda::row_tiles

@@ -243,15 +243,15 @@ class Consumer {
 
   // Queries as they are.
   __device__ __forceinline__ void prepare_exact() {
-    const auto recent = [&](int position) {
-      if constexpr (S::kPrompts) return a_.recent(item_->older.tail, position, item_->new_begin);
-      return Sight(a_, item_->sequence, item_->length, item_->queries).recent(position);
-    };
+    const Sight sight = [&] {
+      if constexpr (S::kGathered) return Sight{a_, item_->older.tail, item_->new_begin};
+      return Sight(a_, item_->sequence, item_->length, item_->queries);
+    }();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       factor_[i] = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f), shift_[i] = 0;
       // Exact keys that are seen: sinks from first_ on, and others from end_ on.
-      first_[i] = a_.first_visible(position_[i]), end_[i] = max(recent(position_[i]), first_[i]);
+      first_[i] = a_.first_visible(position_[i]), end_[i] = max(sight.recent(position_[i]), first_[i]);
     }
     if constexpr (S::kCopies) {
       clear_begin_ = item_->common_begin, clear_end_ = item_->common_end;
@@ -271,7 +271,7 @@ class Consumer {
         const int at = j / 8 * 64 * kSwizzleRow + swizzled(row_ % 64 + 8 * i, j % 8 * 16 + 4 * t_);
         return *reinterpret_cast<uint32_t*>(from + at);
       };
-      if (item_->older.tiles > 0 && a_.channels.center) shift_by_center(word);
+      if (S::kGathered && item_->older.tiles > 0 && a_.channels.center) shift_by_center(word);
       if constexpr (S::kQueriesInRegisters) {
         lay_out([&](int i, int j) { return word(i, j) ^ sign; });
         release_queries();
@@ -419,7 +419,7 @@ class Consumer {
   // them become NaN as a whole. All warps that multiply call this for the same tiles.
   __device__ __forceinline__ void guard_values(int tile) {
     if (tile >= item_->common_begin && tile < item_->common_end) return;
-    if (S::kPrompts && tile >= item_->older.common_begin && tile < item_->older.common_end) return;
+    if (S::kGathered && tile >= item_->older.common_begin && tile < item_->older.common_end) return;
     wait<true>(notes_.value_full, values_);
     constexpr int kConsumers = kWarpgroup * S::kGroups, kRowWords = kSwizzleRow / 16;
     uint4* const words = reinterpret_cast<uint4*>(shared_ + (plan_.key_stages + values_.slot) * S::kTileBytes);
@@ -477,18 +477,17 @@ class Consumer {
   template <bool EXACT>
   __device__ __forceinline__ void weigh(int tile, float (&scores)[S::kScores], bool multiplying) {
     const TileInfo& info = notes_.info[keys_.slot];
-    float factor[2] = {factor_[0], factor_[1]}, shift[2] = {shift_[0], shift_[1]};
-    if (S::kPrompts && tile >= item_->older.tiles) shift[0] = shift[1] = 0;
+    float factor[2] = {factor_[0], factor_[1]};
     int exponent = 0;
     bool all = tile >= clear_begin_ && tile < clear_end_;
     if constexpr (!EXACT) {
       factor[0] *= info.key_factor, factor[1] *= info.key_factor, exponent = info.value_exponent;
       all = all && !info.special;
     }
-    if constexpr (S::kPrompts) {
+    if constexpr (S::kGathered) {
       all |= tile >= item_->older.common_begin && tile < item_->older.common_end && !info.special;
     }
-    if (a_.soft_cap > 0) cap(scores, factor, shift);
+    if (a_.soft_cap > 0) cap(tile, scores, factor);
     const int first = EXACT ? (tile - item_->coded_tiles) * S::kKeys : item_->first + tile * S::kKeys;
     if (!all) mask<EXACT>(first, info, scores);
     release(notes_.key_empty, keys_, plan_.key_stages);
@@ -509,7 +508,7 @@ class Consumer {
       float both = fmaxf(most[i][0], most[i][1]);
 #pragma unroll
       for (int bit = 1; bit < 4; bit *= 2) both = fmaxf(both, __shfl_xor_sync(0xffffffff, both, bit));
-      top[i] = fmaf(both, factor[i], shift[i]);
+      top[i] = fmaf(both, factor[i], shift_of(tile, i));
       raise |= top[i] > reference_[i] + kRaise;
     }
     if (!kWeightsFirst && multiplying) {
@@ -534,7 +533,7 @@ class Consumer {
     float add[2], sum[2][2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      add[i] = shift[i] - (reference_[i] == -INFINITY ? 0.0f : reference_[i]) + kLift + down;
+      add[i] = shift_of(tile, i) - (reference_[i] == -INFINITY ? 0.0f : reference_[i]) + kLift + down;
     }
 #pragma unroll
     for (int n = 0; n < S::kKeys / 8; ++n) {
@@ -565,18 +564,25 @@ class Consumer {
 #pragma unroll
     for (int k = 0; k < kD / 8; ++k) sums_[4 * k + 2 * i] *= by, sums_[4 * k + 2 * i + 1] *= by;
   }
-  // Capped scores have factor and shift in them already.
-  __device__ __forceinline__ void cap(float (&scores)[S::kScores], float (&factor)[2], float (&shift)[2]) const {
+  // Capped scores have the shift in them already.
+  __device__ __forceinline__ float shift_of(int tile, int i) const {
+    return a_.soft_cap > 0 ? 0.0f : shift_before_cap(tile, i);
+  }
+  __device__ __forceinline__ float shift_before_cap(int tile, int i) const {
+    return S::kGathered && tile >= item_->older.tiles ? 0.0f : shift_[i];
+  }
+
+  __device__ __forceinline__ void cap(int tile, float (&scores)[S::kScores], float (&factor)[2]) const {
     const float limit = a_.soft_cap * kLog2E, inverse = __fdividef(1.0f, limit);
 #pragma unroll
     for (int n = 0; n < S::kKeys / 8; ++n) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         float& x = scores[4 * n + k];
-        x = limit * tanh_fast(fmaf(x, factor[k / 2], shift[k / 2]) * inverse);
+        x = limit * tanh_fast(fmaf(x, factor[k / 2], shift_before_cap(tile, k / 2)) * inverse);
       }
     }
-    factor[0] = factor[1] = 1, shift[0] = shift[1] = 0;
+    factor[0] = factor[1] = 1;
   }
 
   // Excludes the keys that a row does not see. A row that sees a key with a scale that is not a number becomes NaN.
@@ -595,7 +601,7 @@ class Consumer {
         seen[i] = columns().template range<true>(first_[i] - first, end_[i] - first);
       }
     }
-    if ((!EXACT || (S::kPrompts && first < item_->older.tiles * S::kKeys)) && info.special) {
+    if ((!EXACT || (S::kGathered && first < item_->older.tiles * S::kKeys)) && info.special) {
       uint32_t absent = 0;
 #pragma unroll
       for (int w = 0; w < S::kKeys / 32; ++w) {
@@ -626,7 +632,7 @@ class Consumer {
       return range(first_[i] - first, min(sinks, position_[i] + 1) - first) |
              range(max(sinks - first, end_[i] + others), min(exact - first, position_[i] + 1 + others));
     };
-    if (S::kPrompts && first < first_own()) {
+    if (S::kGathered && first < first_own()) {
       const auto& older = item_->older;
       const int coded = older.tiles * S::kKeys, begin = older.first + first;
       if (first < coded) return range(max(first_[i], older.tail.sinks) - begin, end_[i] - begin);
@@ -651,7 +657,8 @@ class Consumer {
   // the first one, and the position that number 0 would have among them.
   __device__ __forceinline__ int first_own() const {
     if constexpr (S::kChunks) return static_cast<const Task*>(item_)->tail_tiles * S::kKeys;
-    return (item_->older.tiles + item_->older.copies_tiles) * S::kKeys;
+    if constexpr (S::kGathered) return (item_->older.tiles + item_->older.copies_tiles) * S::kKeys;
+    return 0;
   }
   __device__ __forceinline__ int own_origin() const {
     if constexpr (S::kChunks) return static_cast<const Task*>(item_)->own_first - first_own();

@@ -1,4 +1,5 @@
-// The kernel of prompts: sequences without older tokens, whose queries read the call's own tokens as they are.
+// The kernel of prompts: sequences without older tokens, whose queries read the call's own tokens as they are; and, in
+// another instance, those whose older tokens have been gathered (gather.cuh).
 //
 // It is the row-tile kernel (kernel.cuh) without codes: the same items of work and the same warps that multiply. With
 // nothing to expand, one warpgroup prepares everything, a warp for each kind of thing: items of work, queries, keys,
@@ -54,11 +55,14 @@ class PromptList {
     x.rows = min(rows - first_row, S::kRows);
     const int low = begin + quotient(first_row, plan_.group);
     const int high = begin + quotient(first_row + x.rows - 1, plan_.group);
-    x.older.tail.slot = -1;
     x.new_begin = a_.new_keys ? begin : x.length;
-    const int older_row = plan_.gather.first_row(x.sequence);
-    if (older_row >= 0) describe_older(low, high, older_row, x);
-    const int older = x.older.tiles + x.older.copies_tiles;
+    int older = 0;
+    if constexpr (S::kGathered) {
+      x.older.tail.slot = -1;
+      const int older_row = plan_.gather.first_row(x.sequence);
+      if (older_row >= 0) describe_older(low, high, older_row, x);
+      older = x.older.tiles + x.older.copies_tiles;
+    }
     x.recent = max(a_.first_visible(low), max(x.new_begin, 0));
     x.exact = a_.new_keys ? max(high + 1 - x.recent, 0) : 0;
     x.end = older + ceil_div(x.exact, S::kKeys);
@@ -78,7 +82,7 @@ class PromptList {
     to.row = row, to.copies_row = row + of.coded_rows();
     const int skipped = max(sight.first(low) - of.begin, 0) & -S::kKeys;
     to.row += skipped, to.first = of.begin + skipped;
-    to.tiles = ceil_div(max(sight.recent(high) - to.first, 0), S::kKeys);
+    to.tiles = ceil_div(max(min(sight.recent(high), of.coded_end) - to.first, 0), S::kKeys);
     to.common_begin = ceil_div(max(sight.first(high) - to.first, 0), S::kKeys);
     to.common_end = max(sight.recent(low) - to.first, 0) / S::kKeys;
     to.tail = of.tail, to.sinks = of.sinks, to.tail_begin = of.tail_begin;
@@ -189,13 +193,13 @@ __device__ __forceinline__ void copy_tiles(const Plan& plan, const CUtensorMap& 
   const int stages = VALUES ? plan.value_stages : plan.key_stages;
   RingPlace stage;
   for_each_item(notes, [&](const Item& item) {
-    const int tiles = item.older.tiles, before = tiles + item.older.copies_tiles;
+    const int tiles = S::kGathered ? item.older.tiles : 0, before = S::kGathered ? tiles + item.older.copies_tiles : 0;
     const int first = item.first_query + item.recent - item.new_begin;  // token of the item's first own key
     for (int tile = 0; tile < item.end; ++tile, stage.advance(stages)) {
       uint32_t absent = 0;
-      if (!VALUES && tile < tiles) absent = absent_keys<S>(plan, item.older.row + tile * S::kKeys);
+      if (S::kGathered && !VALUES && tile < tiles) absent = absent_keys<S>(plan, item.older.row + tile * S::kKeys);
       wait_barrier(&empty[stage.slot], stage.phase ^ 1);
-      if (!VALUES && tile < tiles) note_absent<S>(absent, notes.info[stage.slot]);
+      if (S::kGathered && !VALUES && tile < tiles) note_absent<S>(absent, notes.info[stage.slot]);
       if (threadIdx.x % 32 == 0) {
         const bool is_own = tile >= before;
         const int token = is_own         ? first + (tile - before) * S::kKeys

@@ -29,6 +29,7 @@ constexpr int kLongRows = 128, kStateThreads = 2 * kWarpgroup;  // of a tile of 
 enum class Source {
   kCodes,     // codes, which warps of the block expand, and exact keys (kernel.cuh)
   kOwn,       // the call's own keys and values (prompts.cuh)
+  kGathered,  // and before them older tokens that have been gathered (gather.cuh)
   kExpanded,  // codes that some block has expanded for all (chunks.cuh)
 };
 
@@ -36,7 +37,8 @@ enum class Source {
 // only copied, few registers are enough to prepare them, and warps that multiply have room for larger ones.
 template <int D, int GROUPS, Source SOURCE = Source::kCodes>
 struct Shape {
-  static constexpr bool kPrompts = SOURCE == Source::kOwn, kChunks = SOURCE == Source::kExpanded;
+  static constexpr bool kGathered = SOURCE == Source::kGathered, kPrompts = SOURCE == Source::kOwn || kGathered;
+  static constexpr bool kChunks = SOURCE == Source::kExpanded;
   static constexpr bool kCopies = kPrompts || kChunks;
   static_assert(D % 64 == 0 && D <= 256 && (GROUPS == 1 || GROUPS == 2));
   static_assert(!kCopies || GROUPS == 2 || D <= 128);
@@ -80,7 +82,7 @@ struct Item {
   int common_begin, common_end;  // tiles of exact keys that all rows see
   int new_begin;                 // exact keys from here on are this call's own tokens
 
-  // Only of the kernel of prompts: older tokens that have been gathered (gather.cuh), whose tiles come first.
+  // Only where older tokens have been gathered (gather.cuh), whose tiles come first.
   struct Older {
     int row, tiles;                 // of tokens that were in codes: the first one's row of the result, and tiles
     int first;                      // its position

@@ -22,6 +22,8 @@ struct Sight {
   Attention::Tail tail;
   int new_begin;
 
+  __device__ __forceinline__ Sight(const Attention& call, const Attention::Tail& tail, int new_begin)
+      : a(call), tail(tail), new_begin(new_begin) {}
   __device__ __forceinline__ Sight(const Attention& call, int sequence, int length, int queries)
       : a(call), tail{-1, 0, 0}, new_begin(call.new_begin(length, queries)) {
     if (new_begin > 0) tail = call.tail_of(sequence, length);  // else nothing is older than the call
@@ -42,7 +44,7 @@ struct OlderTokens {
   __device__ __forceinline__ OlderTokens(const Attention& a, const Sight& sight, int length, int queries)
       : tail(sight.tail) {
     const int low = length - queries;  // of the first query
-    begin = max(sight.first(low), 0) & -16, coded_end = max(sight.recent(length - 1), 0);
+    begin = max(sight.first(low), 0) & -16, coded_end = max(min(sight.recent(length - 1), sight.new_begin), 0);
     sinks = a.first_visible(low) < tail.sinks ? max(min(tail.sinks, sight.new_begin), 0) : 0;
     tail_begin = max(max(sight.recent(low), a.first_visible(low)), 0);
     tail_end = tail.any() ? max(sight.new_begin, tail_begin) : tail_begin;
