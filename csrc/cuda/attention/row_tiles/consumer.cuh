@@ -295,7 +295,7 @@ class Consumer {
   __device__ __forceinline__ void shift_by_center(const F& word) {
     const float* const center = a_.channels.of_head(item_->head, a_.record.head_dim).center + 2 * t_;
     float shift[2] = {};
-#pragma unroll 4
+#pragma unroll 16  // loads that wait together
     for (int j = 0; j < kD / 8; ++j) {
       const float2 c = *reinterpret_cast<const float2*>(center + 8 * j);
 #pragma unroll
