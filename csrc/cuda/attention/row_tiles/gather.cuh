@@ -207,6 +207,7 @@ template <int D, typename T>
 __global__ void __launch_bounds__(GatherShape<D, T>::kThreads, GatherShape<D, T>::Traits::kBlocks)
     gather_kernel(const __grid_constant__ Attention a, const __grid_constant__ Plan plan,
                   const __grid_constant__ DecodeArguments codes) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // nobody else has row tiles
   using S = GatherShape<D, T>;
   using Traits = typename S::Traits;
   __shared__ GatherList list;
@@ -218,6 +219,7 @@ __global__ void __launch_bounds__(GatherShape<D, T>::kThreads, GatherShape<D, T>
   copy_tails<D>(a, codes, list, warp, warps);
   decode_spans<Traits, T>(codes,
                           [&](int of_kind) { return GatheredSpans(list, a.kv_heads, plan.gather.absent, of_kind); });
+#endif
 }
 
 }  // namespace turboquant::cuda::row_tiles
