@@ -175,7 +175,7 @@ def test_more_than_there_is_room_for(d):
 
 def test_many_sequences():
     """More than the list has room for, and than a block has threads."""
-    case = behind([40 + n % 30 for n in range(230)], [33 if n % 5 else 1 for n in range(230)])
+    case = behind([40 + n % 30 for n in range(260)], [33 if n % 5 else 1 for n in range(260)])
     if "row_tiles" in chosen(case):
         assert gathers(case, **own_tokens(case))
     check_own(case)

@@ -20,7 +20,7 @@ softmax_scale * |q| |key|, an output by about 10^-4 of its length, a hundred tim
 8-bit codes cost; never more than half a unit per channel and key. Sums that follow are exact, so
 results do not depend on the processor, the number of threads or the other sequences of the call.
 
-CUDA has three kernels. A query row is a query of one query head: a sequence has its number of
+CUDA has several kernels. A query row is a query of one query head: a sequence has its number of
 queries times the query heads per KV head of them. The split-KV kernel
 (csrc/cuda/attention/split_kv.cu) takes sequences of few query rows, with any d up to 256 or d = 512
 or 576, and the bits and grids of the presets, on compute capability 8.0 and later: up to 16 rows of
@@ -47,14 +47,14 @@ values of the exact tail and of k_new are not rounded, and their weights have th
 float32. As with split-KV, the results are the same in every run, and the other sequences decide
 where the work is cut. Where k_new is given and max_q_len is more than 32 queries and 64 rows,
 sequences without older tokens have a kernel of their own (docs/design.md), whose work is not cut,
-but max_q_len decides the size of its tiles. In calls of many rows it also takes sequences with few
-older tokens, which another kernel decodes before, once for all of their rows: to the dtype of q,
-without the center, as cache_load rounds, where row tiles round levels times scales to float16.
-Whether a sequence is among these depends on the lengths of all and on the shape of the call.
-Scratch memory is then up to 96 MB. Where a sequence may have 1,024 rows and 3,072 tokens in codes,
-or with k_new 8,192 rows and any (docs/design.md), such sequences have a kernel, too, which expands
-their codes once for all of their rows; scratch memory is then 64 MB at least and 6 d + 72 bytes per
-row (d as padded) more.
+but max_q_len decides the size of its tiles. In calls of many rows, with k_new or without, that
+kernel also takes sequences with few older tokens, which another one decodes before, once for all of
+their rows. Decoded keys, before the center is added, and values are rounded once to the dtype of q,
+where row tiles round levels times scales to float16. Whether a sequence is among these depends on
+the lengths of all and on the shape of the call. Scratch memory is then up to 96 MB. Where a
+sequence may have 1,024 rows and 3,072 tokens in codes, or with k_new 8,192 rows and any
+(docs/design.md), such sequences have a kernel, too, which expands their codes once for all of their
+rows; scratch memory is then 64 MB at least and 6 d + 72 bytes per row (d as padded) more.
 
 A batch with sequences of few rows and of more takes split-KV and one of these two, one after the
 other, each for its own sequences. The host cannot see the numbers of queries, so the numbers of

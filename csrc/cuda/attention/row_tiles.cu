@@ -1,5 +1,5 @@
-// The launch of the row-tile kernel and, before it, of the kernels of chunks and of prompts: which instances, and how
-// their memory is divided.
+// The launch of the row-tile kernel and, before it, of the kernels that gather older tokens, of prompts and of chunks:
+// which instances, and how their memory is divided.
 #include "cuda/attention/row_tiles.cuh"
 
 #include <algorithm>
@@ -43,8 +43,8 @@ constexpr int kLeastMemory = 1024;  // tokens: some are for rows of zeros
 constexpr int kLeastGatheredRows = 65, kMostOlder = 8192;
 constexpr float kOlderOfRow = 4, kCodesOfRow = 1.5;
 constexpr double kManyItems = 2;  // for each block
-// So many there must be, as far as the host knows, or the launch takes longer than it saves where nothing is older; and
-// one more for so many sequences, all of whose lengths the kernel reads.
+// A block must have so many tiles of rows on average, as far as the host knows, and one more for so many sequences, all
+// of whose lengths the kernel reads. With fewer, the launch takes longer than it saves where nothing is older.
 constexpr double kLeastItems = 0.9, kSequencesOfItem = 128;
 
 // Calls whose sequences have at most so many keys, and up to 192 rows, have tiles of 64 rows: three of them are less
@@ -186,21 +186,22 @@ void RowTilesLaunch::choose_chunks() {
 void RowTilesLaunch::choose_gather() {
   const Attention& a = call_;
   const int d = a.record.head_dim;
-  // Of prompts alone, block tables often have no page more than the longest one needs.
+  // A table with no page more than the longest prompt needs probably holds prompts without older tokens.
   if (a.room < a.max_q_len + (a.new_keys ? a.record.page_size : 0)) return;
+  if (a.tail && !a.new_keys) return;  // the tail has copies of all of the call's tokens then, for every tile of rows
   const double rows = static_cast<double>(a.tokens - a.seqs) * a.group;
   const double items = rows / prompts_.entry.rows * a.kv_heads / prompts_.grid;
   if (items < kLeastItems + a.seqs / kSequencesOfItem) return;
-  gather_ = find_gather_kernel(d, a.record.value_width(), a.dtype);
-  if (!gather_.kernel) return;
   const int64_t most = kGatheredBytes / (int64_t{4} * a.kv_heads * d) & -16;
   if (most < kLeastMemory) return;
-  const int64_t of_sequence = int64_t{a.room} + 48 + (a.tail ? a.sink_tokens + a.recent_window + a.max_q_len : 0);
+  gather_ = find_gather_kernel(d, a.record.value_width(), a.dtype);
+  if (!gather_.kernel) return;
+  const int64_t of_sequence = int64_t{a.room} + 48 + (a.tail ? a.sink_tokens + a.recent_window : 0);
   GatherPlan& plan = prompts_.plan.gather;
   plan.rows = static_cast<int>(std::min(most, (a.seqs * of_sequence + 143) & -16));
   plan.least_rows = kLeastGatheredRows, plan.most_tokens = kMostOlder;
   plan.tokens_of_row = (a.new_keys ? kOlderOfRow : kCodesOfRow) * static_cast<float>(std::min(items / kManyItems, 1.0));
-  // Without own tokens there are no prompts: two launches that would find nothing to do, where not all can be gathered.
+  // Without own tokens both launches are for gathered sequences only, so they are left out unless all can be gathered.
   const bool all = a.room <= plan.tokens_of_row * a.max_q_len * a.group && a.seqs * of_sequence <= most;
   if (!a.new_keys && !all) {
     gather_ = {}, plan = {};

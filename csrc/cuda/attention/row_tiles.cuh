@@ -58,7 +58,7 @@ class RowTilesLaunch {
   // the last sequence; 0: there is no other kernel. The call stays alive until `run` returns.
   RowTilesLaunch(const Attention& call, const Device& device, int least_queries);
 
-  // Bytes of memory for partial results and expanded codes; their contents do not matter.
+  // Bytes of memory for partial results, gathered tokens and expanded codes; their contents do not matter.
   int64_t workspace_bytes() const {
     return shared_bytes() + (part_floats() + state_floats() + 2 * call_.seqs + num_counters()) * 4 + absent_bytes();
   }
@@ -97,7 +97,7 @@ class RowTilesLaunch {
   const Attention& call_;
   const Device& device_;
   Kernel tiles_;
-  Kernel prompts_;  // for sequences with nothing but own tokens
+  Kernel prompts_;  // for sequences with nothing but own tokens, or whose older tokens are gathered
   Kernel chunks_;   // for long sequences
   int states_ = 0;  // tiles of rows that long sequences have at most
   GatherEntry gather_{};

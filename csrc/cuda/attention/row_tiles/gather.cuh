@@ -6,7 +6,7 @@
 // less, and what attends to it is dense attention. It takes memory, so only sequences with few older tokens have room.
 //
 // All blocks derive from the lengths which sequences have room, in their order, and where; the first one writes it
-// down for the kernels that follow. Rows of a sequence in the result, each part of them a multiple of 16:
+// down for the kernels that follow. Gathered rows of a sequence, each part of them a multiple of 16:
 //   positions [begin, coded_end), decoded, without the center, which scores take in as one number for each query
 //   sinks, and positions [tail_begin, tail_end), which some queries have in their recent windows, and others read from
 //   codes: copied from the tail
@@ -79,8 +79,8 @@ __device__ __forceinline__ void sums_before(const int (&x)[N], int (&before)[N],
   }
 }
 
-// Finds the list; all threads of the block call it. What does not fit is left to row tiles. They take long for few
-// sequences, so those that are left are a quarter of all at least.
+// Finds the list; all threads of the block call it. Where memory is too small, a quarter of the rows at least is left to
+// row tiles, because a launch of row tiles with few sequences takes long.
 template <int THREADS>
 __device__ __forceinline__ void list_gathered(const Attention& a, const Plan& plan, GatherList& list) {
   constexpr int kMost = 1 << 30;

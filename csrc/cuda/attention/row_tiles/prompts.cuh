@@ -1,5 +1,5 @@
-// The kernel of prompts: sequences without older tokens, whose queries read the call's own tokens as they are; and, in
-// another instance, those whose older tokens have been gathered (gather.cuh).
+// The kernel of prompts: sequences without older tokens, whose queries read the call's own tokens as they are. Another
+// instance also takes those whose older tokens have been gathered (gather.cuh).
 //
 // It is the row-tile kernel (kernel.cuh) without codes: the same items of work and the same warps that multiply. With
 // nothing to expand, one warpgroup prepares everything, a warp for each kind of thing: items of work, queries, keys,
@@ -73,8 +73,8 @@ class PromptList {
   }
 
  private:
-  // Tiles of older tokens that have been gathered, from `row` of the result on. low, high: positions of the first query
-  // and of the last one
+  // Tiles of older tokens that have been gathered, from row `row` on. low, high: positions of the first query and of the
+  // last one
   __device__ __forceinline__ void describe_older(int low, int high, int row, Item& x) const {
     const Sight sight(a_, x.sequence, x.length, x.queries);
     const OlderTokens of(a_, sight, x.length, x.queries);
@@ -184,7 +184,7 @@ __device__ __forceinline__ void note_absent(uint32_t keys, TileInfo& to) {
 }
 
 // Keys or values of each item, one tile after the other: [channels / 64][keys][64 channels]. older: of tokens that have
-// been gathered. Which of these do not exist is told with the keys.
+// been gathered. The warp that copies keys notes which of them do not exist.
 template <class S, bool VALUES>
 __device__ __forceinline__ void copy_tiles(const Plan& plan, const CUtensorMap& own, const CUtensorMap& older,
                                            Notes& notes, uint8_t* to) {

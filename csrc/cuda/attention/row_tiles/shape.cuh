@@ -84,7 +84,7 @@ struct Item {
 
   // Only where older tokens have been gathered (gather.cuh), whose tiles come first.
   struct Older {
-    int row, tiles;                 // of tokens that were in codes: the first one's row of the result, and tiles
+    int row, tiles;                 // of tokens that were in codes: the first one's gathered row, and tiles
     int first;                      // its position
     int common_begin, common_end;   // tiles of these that all rows see
     int copies_row, copies_tiles;   // the same of copies of the tail,
@@ -120,7 +120,7 @@ struct ChunksPlan {
 
 // What the host decides about older tokens that are gathered.
 struct GatherPlan {
-  int rows;             // of the result, a multiple of 16
+  int rows;             // gathered ones that there is memory for, a multiple of 16
   int least_rows;       // query rows of a sequence, in all heads of a group
   float tokens_of_row;  // older tokens for each of them, at most
   int most_tokens;      // and of a sequence
@@ -145,7 +145,7 @@ struct Plan {
   Divisor group;                           // query heads of a KV head
   int key_kind, value_kind;                // see expansion.cuh
   int least_rows;                          // sequences with fewer rows belong to another kernel
-  int prompts_apart;                       // 1: so do those without older keys
+  int prompts_apart;                       // 1: so do those without older keys, or whose older tokens are gathered
   int clears;                              // 1: fills the results of tokens behind the last sequence
   ChunksPlan chunks;
   float* states;       // [tiles of rows, kStateFloats] what the kernel of chunks keeps, see ChunkConsumer::save_state
