@@ -1,6 +1,6 @@
-// Turns stored codes into the operands of the products of codec/decode_bulk_spans.cuh on integer tensor cores: levels are the left
-// operand, butterflies the right one. A lane holds a quarter of the channels of two tokens; byte permutations look up
-// the levels of four channels at a time.
+// Turns stored codes into the operands of the products of codec/decode_bulk_spans.cuh on integer tensor cores: levels
+// are the left operand, butterflies the right one. A lane holds a quarter of the channels of two tokens; byte
+// permutations look up the levels of four channels at a time.
 #pragma once
 
 #include "cuda/codec/dispatch.cuh"

@@ -79,8 +79,8 @@ __device__ __forceinline__ void sums_before(const int (&x)[N], int (&before)[N],
   }
 }
 
-// Finds the list; all threads of the block call it. Where memory is too small, a quarter of the rows at least is left to
-// row tiles, because a launch of row tiles with few sequences takes long.
+// Finds the list; all threads of the block call it. Where memory is too small, a quarter of the rows at least is left
+// to row tiles, because a launch of row tiles with few sequences takes long.
 template <int THREADS>
 __device__ __forceinline__ void list_gathered(const Attention& a, const Plan& plan, GatherList& list) {
   constexpr int kMost = 1 << 30;

@@ -73,8 +73,8 @@ class PromptList {
   }
 
  private:
-  // Tiles of older tokens that have been gathered, from row `row` on. low, high: positions of the first query and of the
-  // last one
+  // Tiles of older tokens that have been gathered, from row `row` on. low, high: positions of the first query and of
+  // the last one
   __device__ __forceinline__ void describe_older(int low, int high, int row, Item& x) const {
     const Sight sight(a_, x.sequence, x.length, x.queries);
     const OlderTokens of(a_, sight, x.length, x.queries);
