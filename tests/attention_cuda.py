@@ -320,6 +320,48 @@ def check_own(case: Case, **options) -> tuple[Tensor, Tensor]:
     return found
 
 
+# ---- calls that several files make
+
+OTHER_OPTIONS = ({"softmax_scale": -0.1}, {"softmax_scale": 0.0}, {"sink_logits": True})
+"""Beside windows and caps, which each kernel has borders of its own for; `given` fills them in."""
+
+
+def given(options: dict, case: Case) -> dict:
+    """Options of a call, with sink logits where they are asked for."""
+    if "sink_logits" in options:
+        return options | {"sink_logits": randn(case.q.shape[1], seed=3)}
+    return options
+
+
+def behind(older, q_lens, *, config=None, d=128, group=4, kv_heads=8, **options) -> Case:
+    """Queries behind so many older tokens. d: where no config is given."""
+    lengths = [n + q for n, q in zip(older, q_lens, strict=True)]
+    config = config or tt.preset("k4v4u", d, recent_window=20, sink_tokens=3)
+    return build(config, lengths, q_lens, q_heads=group * kv_heads, kv_heads=kv_heads, **options)
+
+
+def check_missing_pages(case: Case) -> None:
+    """Page ids out of range inside two sequences, pages of 16: as if keys there scored -inf."""
+    for nowhere in (-1, len(case.cache), 2**31 - 1):
+        table = case.table.clone()
+        table[0, 3:7], table[1, 0] = nowhere, nowhere
+        k, v = decoded(case)
+        gone = torch.zeros(k.shape[:2], dtype=torch.bool, device=DEVICE)
+        gone[0, 48:112], gone[1, :16] = True, True
+        exact = exact_attention(case.q, k, v, case.lengths.tolist(), case.q_lens, gone=gone)
+        near_decoded(attend(case._replace(table=table)), exact, case)
+
+
+def scratch_bytes(case: Case, **options) -> int:
+    """What a call asks for beside its outputs. (The allocator may give more, depending on what it
+    holds.)"""
+    out, lse = attend(case, **options)
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.cuda.reset_peak_memory_stats()
+    attend(case, **options, out=out, lse=lse)
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+
+
 # ---- mixed batches
 
 DECODES, DRAFTS, CHUNK = ([300, 1000, 17], [1, 1, 1]), ([500, 4], [4, 4]), ([700], [200])

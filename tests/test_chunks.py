@@ -16,17 +16,19 @@ from tests.attention_cuda import (
     DIMS,
     HALVES,
     MANY_PRESETS,
+    OTHER_OPTIONS,
     attend,
     attend_again,
-    build,
+    behind,
     check,
     check_own,
+    given,
     int32,
     own_tokens,
-    randn,
+    scratch_bytes,
 )
 from tests.helpers import assert_same_bytes
-from tests.test_row_tiles_launches import chosen
+from tests.test_row_tiles_launches import chosen, needs_row_tiles
 from tests.test_split_kv_launches import assert_streams_share_nothing, kernels_of
 
 pytestmark = pytest.mark.cuda
@@ -47,16 +49,9 @@ def long_config(d: int = 128, name: str = "k4v4u", **options) -> tt.CacheConfig:
     return tt.preset(name, d, **{"recent_window": 20, "sink_tokens": 3, **options})
 
 
-def chunks(older, q_lens, *, config=None, group=4, kv_heads=8, **options):
-    """Chunks of so many queries, each behind so many older tokens."""
-    lengths = [n + q for n, q in zip(older, q_lens, strict=True)]
-    config = config or long_config()
-    return build(config, lengths, q_lens, q_heads=group * kv_heads, kv_heads=kv_heads, **options)
-
-
 def filling(d: int = 128, **options):
     """One long sequence whose tiles of rows fill the device."""
-    return chunks([3200], [420], config=long_config(d), **options)
+    return behind([3200], [420], config=long_config(d), **options)
 
 
 # ---- right results
@@ -65,7 +60,7 @@ def filling(d: int = 128, **options):
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("name", MANY_PRESETS)
 def test_presets(name, tail):
-    case = chunks([3200], [420], config=long_config(name=name), tail=tail)
+    case = behind([3200], [420], config=long_config(name=name), tail=tail)
     check_own(case)
     check(case)
 
@@ -76,14 +71,14 @@ def test_presets(name, tail):
 def test_head_dimensions(page_size, name, d):
     config = long_config(d, name, page_size=page_size)
     for dtype in HALVES:
-        case = chunks([3100 + d], [420], config=config, dtype=dtype, tail=page_size == 64)
+        case = behind([3100 + d], [420], config=config, dtype=dtype, tail=page_size == 64)
         check_own(case)
 
 
 @pytest.mark.parametrize("older", [3071, 3072, 3073, 4095, 4096, 8191, 8192, 8193, 12000, 30011])
 def test_lengths(older):
     """Around every border of a stretch of keys, of which there are up to four, and of a tile."""
-    check_own(chunks([older], [430], kv_heads=8))
+    check_own(behind([older], [430], kv_heads=8))
 
 
 @pytest.mark.parametrize("older", [1, 3, 4, 23, 24, 63, 64, 127, 128, 129, 700, 3071])
@@ -92,7 +87,7 @@ def test_many_rows_behind_few_codes(tail, older):
     """Fewer tokens than the tail holds, about as many, and more; and one query too few. The first
     sequence has as many rows as the host wants, which sees no room for 3,072 codes."""
     q_lens = [MANY_ROWS // 4, MANY_ROWS // 8, MANY_ROWS // 8 - 1]
-    case = chunks([older] * 3, q_lens, group=8, kv_heads=2, tail=tail)
+    case = behind([older] * 3, q_lens, group=8, kv_heads=2, tail=tail)
     if "row_tiles" in chosen(case):
         assert any("chunks_kernel" in name for name in kernels_of(case, **own_tokens(case)))
     check_own(case)
@@ -105,7 +100,7 @@ def test_many_rows_behind_few_codes(tail, older):
 def test_stretches_that_most_rows_do_not_see(name, older, options):
     """Rows that see nothing of a stretch must not count as done with it while others attend to the
     stretch before, in the same place of the ring. Calls hang if they do."""
-    case = chunks([older] * 5, [747] * 5, config=long_config(name=name), group=5)
+    case = behind([older] * 5, [747] * 5, config=long_config(name=name), group=5)
     if "row_tiles" in chosen(case):
         assert any("chunks_kernel" in name for name in kernels_of(case, **options))
     attend_again(case, 5, **options)
@@ -115,7 +110,7 @@ def test_stretches_that_most_rows_do_not_see(name, older, options):
 def test_windows_that_end_before_the_codes_of_every_tile_of_rows():
     """They are expanded, and nobody reads them; the next call finds all counters at 0."""
     config = long_config(sink_tokens=5, recent_window=300)
-    case = chunks([310], [MANY_ROWS // 4], config=config, group=8, kv_heads=2, tail=True)
+    case = behind([310], [MANY_ROWS // 4], config=config, group=8, kv_heads=2, tail=True)
     for _ in range(20):
         check_own(case, sliding_window=150)
         check_own(case)
@@ -126,7 +121,7 @@ def test_windows_that_end_before_the_codes_of_every_tile_of_rows():
 def test_tails_of_more_than_a_tile(d, options):
     """Sinks and windows that end within tiles of exact keys, of which own ones begin new ones."""
     config = long_config(d, sink_tokens=5, recent_window=300)
-    case = chunks([3500, 310], [420, 1040], config=config, group=8, tail=True)
+    case = behind([3500, 310], [420, 1040], config=config, group=8, tail=True)
     check_own(case, **options)
     check(case, **options)
 
@@ -136,7 +131,7 @@ def test_tails_of_more_than_a_tile(d, options):
 )
 def test_groups(group, kv_heads):
     queries = -(-least_tiles() * TILE // (group * kv_heads)) + TILE // group + 2
-    check_own(chunks([3300], [queries], group=group, kv_heads=kv_heads))
+    check_own(behind([3300], [queries], group=group, kv_heads=kv_heads))
 
 
 @pytest.mark.parametrize(
@@ -145,36 +140,32 @@ def test_groups(group, kv_heads):
         {"sliding_window": 1000},
         {"sliding_window": 3200},
         {"sliding_window": 4500, "soft_cap": 20.0},
-        {"softmax_scale": -0.1},
-        {"softmax_scale": 0.0},
-        {"sink_logits": True},
+        *OTHER_OPTIONS,
     ],
     ids=str,
 )
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_options(d, tail, options):
-    case = chunks([9000], [420], config=long_config(d), tail=tail)
-    if "sink_logits" in options:
-        options = {"sink_logits": randn(32, seed=3)}
-    check_own(case, **options)
-    check(case, **options)
+    case = behind([9000], [420], config=long_config(d), tail=tail)
+    check_own(case, **given(options, case))
+    check(case, **given(options, case))
 
 
 @pytest.mark.parametrize("center", [True, "scaled"])
 def test_centers(center):
-    check_own(chunks([3200], [420], center=center))
+    check_own(behind([3200], [420], center=center))
 
 
 def test_large_logits():
     """References are raised between stretches of keys and within them."""
-    check_own(chunks([9000], [420], spread=10.0))
+    check_own(behind([9000], [420], spread=10.0))
 
 
 def test_causal_among_codes():
     """Prompts and chunks whose own tokens are read from codes: rows see different stretches."""
-    check(chunks([0], [5000], group=2, kv_heads=2))
-    check(chunks([5000, 0], [700, 2100], group=4, kv_heads=4))
+    check(behind([0], [5000], group=2, kv_heads=2))
+    check(behind([5000, 0], [700, 2100], group=4, kv_heads=4))
 
 
 @pytest.mark.parametrize("tail", [False, True])
@@ -182,7 +173,7 @@ def test_beside_all_others(tail):
     """Decode steps, drafts, short chunks, prompts and padding before, between and behind."""
     older = [200, 3200, 0, 90, 6000, 0, 3071, 700, 3100, 0]
     q_lens = [1, 300, 0, 4, 270, 500, 300, 40, 256, 1]
-    case = chunks(older, q_lens, tail=tail)
+    case = behind(older, q_lens, tail=tail)
     check_own(case)
     check_own(case, sliding_window=3500)
 
@@ -191,14 +182,14 @@ def test_many_sequences():
     """More than a warp has lanes, some of them long: their codes are more than the ring holds."""
     older = [3100 + 37 * i if i % 3 == 0 else 50 for i in range(70)]
     q_lens = [270 if i % 3 == 0 else 1 + i % 2 for i in range(70)]
-    check_own(chunks(older, q_lens, kv_heads=2))
+    check_own(behind(older, q_lens, kv_heads=2))
 
 
 def test_too_few_tiles_of_rows():
     """One tile less than fills the device, and one row more."""
     queries = (least_tiles() - 1) // 3 * TILE
     for count in (queries, queries + 1):
-        check_own(chunks([3200], [count], group=1, kv_heads=3))
+        check_own(behind([3200], [count], group=1, kv_heads=3))
 
 
 # ---- what must not matter
@@ -211,11 +202,6 @@ def broken_page(case, sequence, page):
     return case._replace(table=table)
 
 
-def needs_row_tiles():
-    if chosen(chunks([500], [420])) != "row_tiles":
-        pytest.skip("no row tiles on this GPU")
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_scales_that_are_not_numbers_reach_those_who_see_them(bad):
     """A key in the second stretch makes all rows of its KV head NaN, and nothing else.
@@ -223,8 +209,8 @@ def test_scales_that_are_not_numbers_reach_those_who_see_them(bad):
     (The general kernel, which takes the call on GPUs without row tiles, gives an infinite key of a
     negative product the weight 0.)
     """
-    needs_row_tiles()
-    case = chunks([9000], [420])
+    needs_row_tiles(behind([500], [420]))
+    case = behind([9000], [420])
     own = own_tokens(case)
     wanted = attend(case, **own)
     record, page = case.config.record, case.table[0, 8500 // case.config.page_size]
@@ -242,32 +228,32 @@ def test_scales_that_are_not_numbers_reach_those_who_see_them(bad):
 
 def test_pages_that_do_not_exist():
     """Their keys count as absent: the same as a shorter context, up to roundings."""
-    case = chunks([5120], [420])
+    case = behind([5120], [420])
     page = case.config.page_size
     own = own_tokens(case)
     found = attend(broken_page(case, 0, 4096 // page), **own)
     k, v = (torch.cat([x[:, :4096], x[:, 4096 + page :]], dim=1) for x in (case.k, case.v))
-    shorter = chunks([5120 - page], [420], k=k, v=v)._replace(q=case.q)
+    shorter = behind([5120 - page], [420], k=k, v=v)._replace(q=case.q)
     for x, same in zip(found, attend(shorter, **own), strict=True):
         assert (x - same).abs().max() <= 2.0**-6 * same.abs().max()
 
 
 def test_same_bits_in_every_run():
-    case = chunks([20000, 3200], [420, 300], tail=True)
+    case = behind([20000, 3200], [420, 300], tail=True)
     attend_again(case, 20, **own_tokens(case))
 
 
 def test_launches():
     """Where the host cannot rule out that sequences are long."""
-    needs_row_tiles()
+    needs_row_tiles(behind([500], [420]))
     for case, some in (
         *((filling(d), True) for d in DIMS),
-        (chunks([3200], [255]), False),
-        (chunks([3200], [260], kv_heads=1), False),
-        (chunks([500], [420]), False),
-        (chunks([3100], [MANY_ROWS // 8], group=8), True),
-        (chunks([500], [MANY_ROWS // 4], group=8), True),
-        (chunks([500], [MANY_ROWS // 8], group=8), False),
+        (behind([3200], [255]), False),
+        (behind([3200], [260], kv_heads=1), False),
+        (behind([500], [420]), False),
+        (behind([3100], [MANY_ROWS // 8], group=8), True),
+        (behind([500], [MANY_ROWS // 4], group=8), True),
+        (behind([500], [MANY_ROWS // 8], group=8), False),
     ):
         names = kernels_of(case, **own_tokens(case))
         assert sum("chunks_kernel" in name for name in names) == some, names
@@ -277,25 +263,19 @@ def test_launches():
 def test_scratch_memory_does_not_grow_with_the_context():
     used = []
     for older in (8000, 60000):
-        case = chunks([older], [420])
-        own = own_tokens(case)
-        out, lse = attend(case, **own)
-        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        torch.cuda.reset_peak_memory_stats()
-        attend(case, **own, out=out, lse=lse)
-        # What was asked for: the allocator may give more, depending on what it holds.
-        used.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
+        case = behind([older], [420])
+        used.append(scratch_bytes(case, **own_tokens(case)))
     assert used[0] == used[1] < 128 << 20
 
 
 def test_two_streams_at_once():
-    cases = [chunks([9000], [420]), chunks([3200, 4000], [300, 300]), filling(64)]
+    cases = [behind([9000], [420]), behind([3200, 4000], [300, 300]), filling(64)]
     assert_streams_share_nothing(cases, own_tokens)
 
 
 def test_one_graph_for_all_lengths():
     """Whether a sequence is long is decided at replay, not at capture."""
-    case = chunks([9000, 3200], [420, 300])
+    case = behind([9000, 3200], [420, 300])
     own = own_tokens(case)
     attend(case, **own)
     graph = torch.cuda.CUDAGraph()
@@ -312,7 +292,7 @@ def test_one_graph_for_all_lengths():
 @pytest.mark.parametrize("d", DIMS)
 def test_tiny_chunks(d):
     """For compute-sanitizer: as few rows and codes as a long sequence has."""
-    check_own(chunks([CODES], [ROWS // 8], config=long_config(d), group=8, kv_heads=13))
+    check_own(behind([CODES], [ROWS // 8], config=long_config(d), group=8, kv_heads=13))
 
 
 def test_tiny_chunks_whose_queries_overlap():
@@ -321,8 +301,8 @@ def test_tiny_chunks_whose_queries_overlap():
     The sequences that it has no room for are not long. Nothing else is written, and the next call
     finds all counters at 0.
     """
-    needs_row_tiles()
-    case, tokens = chunks([4200] * 8, [100] * 8), 800
+    needs_row_tiles(behind([500], [420]))
+    case, tokens = behind([4200] * 8, [100] * 8), 800
     own = own_tokens(case)
     wanted = attend(case, **own)
     twisted = case._replace(starts=int32(*[0, tokens] * 4, 0), max_q_len=tokens)

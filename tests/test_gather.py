@@ -13,20 +13,20 @@ import torch_turboquant as tt
 from tests.attention_cuda import (
     DEVICE,
     HALVES,
+    OTHER_OPTIONS,
     attend,
     attend_again,
-    build,
+    behind,
     check,
+    check_missing_pages,
     check_own,
-    decoded,
+    given,
     int32,
-    near_decoded,
     own_tokens,
-    randn,
+    scratch_bytes,
 )
 from tests.helpers import assert_same_bytes
-from tests.oracle import exact_attention
-from tests.test_row_tiles_launches import chosen
+from tests.test_row_tiles_launches import chosen, needs_row_tiles
 from tests.test_split_kv_launches import assert_streams_share_nothing, kernels_of
 
 pytestmark = pytest.mark.cuda
@@ -37,20 +37,8 @@ FILLING = 900
 """Queries of four heads of eight that are enough for any GPU of compute capability 9.0."""
 
 
-def behind(older, q_lens, *, d=128, config=None, group=4, kv_heads=8, **options):
-    """Queries behind so many older tokens."""
-    lengths = [n + q for n, q in zip(older, q_lens, strict=True)]
-    config = config or tt.preset("k4v4u", d, recent_window=20, sink_tokens=3)
-    return build(config, lengths, q_lens, q_heads=group * kv_heads, kv_heads=kv_heads, **options)
-
-
 def gathers(case, **options) -> bool:
     return any("gather_kernel" in name for name in kernels_of(case, **options))
-
-
-def needs_row_tiles():
-    if chosen(behind([50], [40])) != "row_tiles":
-        pytest.skip("no row tiles on this GPU")
 
 
 def check_gathered(case, **options):
@@ -103,18 +91,15 @@ def test_lengths(first, d, tail):
         {"sliding_window": 19},
         {"sliding_window": 100},
         {"sliding_window": 333, "soft_cap": 20.0},
-        {"softmax_scale": -0.1},
-        {"softmax_scale": 0.0},
-        {"sink_logits": True},
+        *OTHER_OPTIONS,
     ],
     ids=str,
 )
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("d", DIMS)
 def test_options(d, tail, options):
-    if "sink_logits" in options:
-        options = {"sink_logits": randn(32, seed=3)}
-    check_gathered(behind([300, 40, 500], [420, 233, 500], d=d, tail=tail), **options)
+    case = behind([300, 40, 500], [420, 233, 500], d=d, tail=tail)
+    check_gathered(case, **given(options, case))
 
 
 @pytest.mark.parametrize("center", [True, "scaled"])
@@ -185,25 +170,18 @@ def test_many_sequences():
 
 
 def test_pages_that_do_not_exist_hold_no_keys():
-    needs_row_tiles()
+    needs_row_tiles(behind([50], [40]))
     config = tt.preset("k4v4u", 128, page_size=16)
     case = behind([400, 90], [500, 420], config=config)
-    lengths = case.lengths.tolist()
-    for nowhere in (-1, len(case.cache), 2**31 - 1):
-        table = case.table.clone()
-        table[0, 3:7], table[1, 0] = nowhere, nowhere
-        k, v = decoded(case)
-        gone = torch.zeros(k.shape[:2], dtype=torch.bool, device=DEVICE)
-        gone[0, 48:112], gone[1, :16] = True, True
-        exact = exact_attention(case.q, k, v, lengths, case.q_lens, gone=gone)
-        near_decoded(attend(case._replace(table=table)), exact, case)
+    assert gathers(case)
+    check_missing_pages(case)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("d", DIMS)
 def test_scales_that_are_not_numbers_reach_those_who_see_them(d, bad):
     """An old token makes all rows of its KV head NaN; one of the call's, those behind it."""
-    needs_row_tiles()
+    needs_row_tiles(behind([50], [40]))
     case = behind([200, 100], [420, 500], d=d)
     record = case.config.record
     for position, own in ((150, own_tokens(case)), (150, {}), (300, {})):
@@ -228,7 +206,7 @@ def test_scales_that_are_not_numbers_reach_those_who_see_them(d, bad):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_values_of_the_tail_that_are_not_finite_reach_those_who_see_them(bad):
-    needs_row_tiles()
+    needs_row_tiles(behind([50], [40]))
     case = behind([200, 100], [420, 500], tail=True)
     own = own_tokens(case)
     wanted = attend(case, **own)
@@ -294,7 +272,7 @@ def test_what_memory_held_before_does_not_matter():
 
 def test_launches():
     """Gather, prompts, row tiles; not where it would not pay, nor what it is not compiled for."""
-    needs_row_tiles()
+    needs_row_tiles(behind([50], [40]))
     for d in DIMS:
         case = behind([200, 33], [500, 500], d=d)
         for own in (own_tokens(case), {}):
@@ -323,12 +301,7 @@ def test_scratch_memory_has_a_limit():
     used = []
     for count in (60, 120):
         case = behind([600] * count, [160] * count, kv_heads=8, group=1)
-        own = own_tokens(case)
-        out, lse = attend(case, **own)
-        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        torch.cuda.reset_peak_memory_stats()
-        attend(case, **own, out=out, lse=lse)
-        used.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
+        used.append(scratch_bytes(case, **own_tokens(case)))
     assert used[1] < 128 << 20 and used[1] - used[0] < 1 << 16
 
 

@@ -14,19 +14,20 @@ from tests.attention_cuda import (
     DEVICE,
     DIMS,
     HALVES,
+    OTHER_OPTIONS,
     assert_near,
     attend,
     attend_again,
     build,
     check_own,
     expected_own,
+    given,
     int32,
     own_tokens,
-    randn,
     starts_of,
 )
 from tests.helpers import assert_same_bytes
-from tests.test_row_tiles_launches import chosen
+from tests.test_row_tiles_launches import needs_row_tiles
 from tests.test_split_kv_launches import assert_streams_share_nothing, kernels_of
 
 pytestmark = pytest.mark.cuda
@@ -74,18 +75,14 @@ def test_lengths(long, d, group):
         {"sliding_window": 1},
         {"sliding_window": 100},
         {"sliding_window": 129, "soft_cap": 20.0},
-        {"softmax_scale": -0.1},
-        {"softmax_scale": 0.0},
-        {"sink_logits": True},
+        *OTHER_OPTIONS,
     ],
     ids=str,
 )
 @pytest.mark.parametrize("long", [False, True])
 def test_options(long, options, d):
     case = prompts([300, 33, 130], d=d, long=long)
-    if "sink_logits" in options:
-        options = {"sink_logits": randn(8, seed=3)}
-    check_own(case, **options)
+    check_own(case, **given(options, case))
 
 
 @pytest.mark.parametrize("tail", [False, True])
@@ -249,8 +246,7 @@ def test_one_graph_for_prompts_and_chunks():
 
 def test_launches():
     """Two kernels with k_new and more than 64 rows, one after the other; else one."""
-    if chosen(prompts([100])) != "row_tiles":
-        pytest.skip("no row tiles on this GPU")
+    needs_row_tiles(prompts([100]))
     for d in DIMS:
         case = prompts([100], d=d)
         first, second = kernels_of(case, **own_tokens(case))

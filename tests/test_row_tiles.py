@@ -26,6 +26,7 @@ from tests.attention_cuda import (
     batch,
     build,
     check,
+    check_missing_pages,
     check_own,
     decoded,
     expected,
@@ -325,14 +326,7 @@ def test_pages_that_do_not_exist_hold_no_keys(q_lens):
     case = build(config, [400, 90], q_lens)
     if chosen(case) == "split_kv":  # on GPUs without row tiles
         pytest.skip("the split-KV kernel takes sequences of so many rows on this GPU")
-    for nowhere in (-1, len(case.cache), 2**31 - 1):
-        table = case.table.clone()
-        table[0, 3:7], table[1, 0] = nowhere, nowhere
-        k, v = decoded(case)
-        gone = torch.zeros(k.shape[:2], dtype=torch.bool, device=DEVICE)
-        gone[0, 48:112], gone[1, :16] = True, True
-        exact = exact_attention(case.q, k, v, [400, 90], case.q_lens, gone=gone)
-        assert_near(attend(case._replace(table=table)), exact, case.spread)
+    check_missing_pages(case)
 
 
 @pytest.mark.parametrize("group", [4, 16])

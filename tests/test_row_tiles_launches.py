@@ -42,6 +42,12 @@ def chosen(case: Case) -> str:
     return choice_of(case).kernel
 
 
+def needs_row_tiles(case: Case) -> None:
+    """Skips the test on GPUs that have no row tiles for this call."""
+    if chosen(case) != "row_tiles":
+        pytest.skip("no row tiles on this GPU")
+
+
 def choice_of(case: Case) -> tt.KernelChoice:
     c = case.config
     return tt.kernel_choice(

@@ -124,15 +124,18 @@ bool RowTilesLaunch::choose_shape(int groups) {
   return fits(entry.blocks, 3) || fits(entry.blocks, 1) || fits(1, 1) || fits(1, 0);
 }
 
-// Boxes of the call's own keys and values, a tile each; false: there cannot be any (map_boxes).
+// Boxes of exact keys or values of so many tokens, each of a tile's; false: there cannot be any (map_boxes).
+bool RowTilesLaunch::map_tiles(const void* data, int64_t tokens, int64_t token_stride, int64_t head_stride, int keys,
+                               CUtensorMap& to) const {
+  const Attention& a = call_;
+  return map_boxes(data, a.dtype, {a.record.head_dim, a.kv_heads, tokens}, {head_stride, token_stride}, {64, 1, keys},
+                   to);
+}
 bool RowTilesLaunch::map_own_tokens(Kernel& kernel) const {
   const Attention& a = call_;
-  const auto map = [&](const void* data, int64_t token_stride, int64_t head_stride, CUtensorMap& to) {
-    return map_boxes(data, a.dtype, {a.record.head_dim, a.kv_heads, a.tokens}, {head_stride, token_stride},
-                     {64, 1, kernel.entry.keys}, to);
-  };
-  return map(a.new_keys, a.new_key_token_stride, a.new_key_head_stride, kernel.maps.keys) &&
-         map(a.new_values, a.new_value_token_stride, a.new_value_head_stride, kernel.maps.values);
+  const int keys = kernel.entry.keys;
+  return map_tiles(a.new_keys, a.tokens, a.new_key_token_stride, a.new_key_head_stride, keys, kernel.maps.keys) &&
+         map_tiles(a.new_values, a.tokens, a.new_value_token_stride, a.new_value_head_stride, keys, kernel.maps.values);
 }
 
 // The kernel of prompts. It does not cut tiles of rows into parts, so row tiles are faster where there are few of them,
@@ -264,19 +267,12 @@ void RowTilesLaunch::run(void* workspace, cudaStream_t stream) {
   launch(tiles_, stream);
 }
 
-// Boxes of gathered keys and values, a tile each; false: as map_own_tokens. Without own tokens nobody copies boxes of
-// these.
-bool RowTilesLaunch::map_gathered(uint8_t* data) {
-  const Attention& a = call_;
-  const int d = a.record.head_dim;
-  OwnMaps& maps = prompts_.maps;
-  const auto map = [&](void* from, CUtensorMap& to) {
-    return map_boxes(from, a.dtype, {d, a.kv_heads, prompts_.plan.gather.rows}, {d, int64_t{a.kv_heads} * d},
-                     {64, 1, prompts_.entry.keys}, to);
+bool RowTilesLaunch::map_gathered(const uint8_t* data) {
+  const int64_t d = call_.record.head_dim, of_token = call_.kv_heads * d;
+  const auto map = [&](const uint8_t* from, CUtensorMap& to) {
+    return map_tiles(from, prompts_.plan.gather.rows, of_token, d, prompts_.entry.keys, to);
   };
-  if (!map(data, maps.older_keys) || !map(data + gathered_bytes(), maps.older_values)) return false;
-  if (!a.new_keys) maps.keys = maps.older_keys, maps.values = maps.older_values;
-  return true;
+  return map(data, prompts_.maps.older_keys) && map(data + gathered_bytes(), prompts_.maps.older_values);
 }
 
 void RowTilesLaunch::gather(uint8_t* to, cudaStream_t stream) {

@@ -79,6 +79,8 @@ class RowTilesLaunch {
   void choose_chunks();
   void choose_gather();
   bool gathers() const { return gather_.kernel != nullptr; }
+  bool map_tiles(const void* data, int64_t tokens, int64_t token_stride, int64_t head_stride, int keys,
+                 CUtensorMap& to) const;
   bool map_own_tokens(Kernel& kernel) const;
   void check_limits() const;
   int64_t part_floats() const { return int64_t{2} * tiles_.grid * tiles_.entry.part_floats; }
@@ -91,7 +93,7 @@ class RowTilesLaunch {
   // In this order: of row tiles, of prompts, of chunks
   int num_counters() const;
   void launch(Kernel& kernel, cudaStream_t stream);
-  bool map_gathered(uint8_t* data);
+  bool map_gathered(const uint8_t* data);
   void gather(uint8_t* to, cudaStream_t stream);
 
   const Attention& call_;

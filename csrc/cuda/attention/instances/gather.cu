@@ -3,28 +3,16 @@
 #include "cuda/attention/row_tiles/gather.cuh"
 
 namespace turboquant::cuda::row_tiles {
-namespace {
-
-template <int D>
-GatherEntry entry_of(Dtype dtype) {
-  const auto of_type = [](auto type) {
-    using T = typename decltype(type)::type;
-    using S = GatherShape<D, T>;
-    return GatherEntry{reinterpret_cast<const void*>(&gather_kernel<D, T>), S::kThreads, S::Traits::kBlocks};
-  };
-  return dtype == Dtype::kFloat16 ? of_type(Tag<__half>{}) : of_type(Tag<__nv_bfloat16>{});
-}
-
-}  // namespace
 
 GatherEntry find_gather_kernel(int head_dim, format::Width values, Dtype dtype) {
-  if (format::levels_are_codes(values)) return {};  // as choose_load
-  switch (head_dim) {
-    case 64: return entry_of<64>(dtype);
-    case 128: return entry_of<128>(dtype);
-    case 256: return entry_of<256>(dtype);
-    default: return {};
-  }
+  GatherEntry found{};
+  if (choices::against_vectors(head_dim, dtype) || choices::against_values(values)) return found;
+  dispatch_bulk(dtype, head_dim, [&](auto log_d, auto tag) {
+    using Traits = DecodeTraits<log_d>;
+    using T = typename decltype(tag)::type;
+    found = {reinterpret_cast<const void*>(&gather_kernel<Traits, T>), 32 * Traits::kWarps, Traits::kBlocks};
+  });
+  return found;
 }
 
 }  // namespace turboquant::cuda::row_tiles

@@ -59,19 +59,6 @@ __device__ __forceinline__ int long_tiles(const Attention& a, const Plan& plan, 
   const int least = rows < plan.chunks.many_rows ? kLeastCodes : 1;
   return coded.end - coded.begin < least ? 0 : ceil_div(rows, kLongRows) * a.kv_heads;
 }
-// Whether the older tokens of a sequence may be gathered for the kernel of prompts (gather.cuh), if there is room: it
-// has many rows for them, but is not long.
-__device__ __forceinline__ bool may_be_gathered(const Attention& a, const Plan& plan, int sequence) {
-  const int queries = a.num_queries(sequence), rows = queries * plan.group;
-  if (rows < max(plan.least_rows, plan.gather.least_rows)) return false;
-  const int length = a.length(sequence, queries), older = length - (a.new_keys ? queries : 0);
-  if (length < queries || older <= 0 || older > plan.gather.most_tokens ||
-      static_cast<float>(older) > plan.gather.tokens_of_row * static_cast<float>(rows)) {
-    return false;
-  }
-  return plan.chunks.least_rows == 0 || long_tiles(a, plan, sequence) == 0;
-}
-
 // Whether there are long sequences: enough of their tiles of rows. All lanes of a warp call it.
 __device__ __forceinline__ bool any_long(const Attention& a, const Plan& plan) {
   int tiles = 0;

@@ -46,6 +46,18 @@ struct GatherList {
   }
 };
 
+// Whether the older tokens of a sequence may be gathered, if there is room: it has many rows for them, but is not long.
+__device__ __forceinline__ bool may_be_gathered(const Attention& a, const Plan& plan, int sequence) {
+  const int queries = a.num_queries(sequence), rows = queries * plan.group;
+  if (rows < max(plan.least_rows, plan.gather.least_rows)) return false;
+  const int length = a.length(sequence, queries), older = length - (a.new_keys ? queries : 0);
+  if (length < queries || older <= 0 || older > plan.gather.most_tokens ||
+      static_cast<float>(older) > plan.gather.tokens_of_row * static_cast<float>(rows)) {
+    return false;
+  }
+  return plan.chunks.least_rows == 0 || long_tiles(a, plan, sequence) == 0;
+}
+
 // The rows that a sequence takes; 0: it is not gathered. Known without its tail, which takes two loads more to look up,
 // so it has room for as many rows of it as there can be: without own tokens, all of the call's are in the tail.
 __device__ __forceinline__ int rows_to_gather(const Attention& a, const Plan& plan, int sequence) {
@@ -103,7 +115,7 @@ __device__ __forceinline__ void list_gathered(const Attention& a, const Plan& pl
       int need[4] = {}, before[4], all[4];
       if (s < a.seqs && (need[0] = rows_to_gather(a, plan, s)) > 0) {
         const int queries = a.num_queries(s), length = a.length(s, queries);
-        x.tokens = OlderTokens(a, Sight(a, s, length, queries), length, queries);
+        x.tokens = OlderTokens(Sight(a, s, length, queries), length, queries);
         x.coded_rows = x.tokens.coded_rows();
         need[1] = 1, need[2] = x.coded_rows / kTokens, need[3] = need[0] / kTokens - need[2];
       }
@@ -196,27 +208,18 @@ __device__ __forceinline__ void copy_tails(const Attention& a, const DecodeArgum
   }
 }
 
-template <int D, typename T>
-struct GatherShape {
-  using Traits = DecodeTraits<D == 64 ? 6 : D == 128 ? 7 : 8>;
-  static_assert(Traits::kDim == D);
-  static constexpr int kThreads = 32 * Traits::kWarps;
-};
-
-template <int D, typename T>
-__global__ void __launch_bounds__(GatherShape<D, T>::kThreads, GatherShape<D, T>::Traits::kBlocks)
+template <typename Traits, typename T>
+__global__ void __launch_bounds__(32 * Traits::kWarps, Traits::kBlocks)
     gather_kernel(const __grid_constant__ Attention a, const __grid_constant__ Plan plan,
                   const __grid_constant__ DecodeArguments codes) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // nobody else has row tiles
-  using S = GatherShape<D, T>;
-  using Traits = typename S::Traits;
   __shared__ GatherList list;
   let_next_kernel_begin();  // which waits for this one before it reads anything
   wait_for_previous_kernel();
-  list_gathered<S::kThreads>(a, plan, list);
+  list_gathered<32 * Traits::kWarps>(a, plan, list);
   if (list.count == 0) return;
   const int warp = blockIdx.x * Traits::kWarps + threadIdx.x / 32, warps = gridDim.x * Traits::kWarps;
-  copy_tails<D>(a, codes, list, warp, warps);
+  copy_tails<Traits::kDim>(a, codes, list, warp, warps);
   decode_spans<Traits, T>(codes,
                           [&](int of_kind) { return GatheredSpans(list, a.kv_heads, plan.gather.absent, of_kind); });
 #endif

@@ -77,7 +77,7 @@ class PromptList {
   // the last one
   __device__ __forceinline__ void describe_older(int low, int high, int row, Item& x) const {
     const Sight sight(a_, x.sequence, x.length, x.queries);
-    const OlderTokens of(a_, sight, x.length, x.queries);
+    const OlderTokens of(sight, x.length, x.queries);
     auto& to = x.older;
     to.row = row, to.copies_row = row + of.coded_rows();
     const int skipped = max(sight.first(low) - of.begin, 0) & -S::kKeys;

@@ -41,8 +41,8 @@ struct OlderTokens {
   Attention::Tail tail;
 
   OlderTokens() = default;
-  __device__ __forceinline__ OlderTokens(const Attention& a, const Sight& sight, int length, int queries)
-      : tail(sight.tail) {
+  __device__ __forceinline__ OlderTokens(const Sight& sight, int length, int queries) : tail(sight.tail) {
+    const Attention& a = sight.a;
     const int low = length - queries;  // of the first query
     begin = max(sight.first(low), 0) & -16, coded_end = max(min(sight.recent(length - 1), sight.new_begin), 0);
     sinks = a.first_visible(low) < tail.sinks ? max(min(tail.sinks, sight.new_begin), 0) : 0;
