@@ -6,6 +6,7 @@
 #include "calls/step.h"
 #include "choices/attention.h"
 #include "cuda/attention/arguments.cuh"
+#include "cuda/attention/counters.cuh"
 #include "cuda/attention/general.cuh"
 #include "cuda/attention/key_tiles.cuh"
 #include "cuda/attention/row_tiles.cuh"
@@ -29,6 +30,8 @@ AttentionShape shape_of(const Attention& a) {
           .dtype = a.dtype,
           .has_exact = a.tail || a.new_keys};
 }
+
+constexpr int64_t up_to_line(int64_t bytes) { return (bytes + 127) / 128 * 128; }
 
 // Launches the kernels of a call. Where several share its sequences, split-KV clears the results of tokens behind the
 // last one. `store` is launched immediately before them, so that the split-KV kernel can run beside it.
@@ -55,19 +58,27 @@ void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t str
   }
   if (choice.kernel == Kernel::kRowTiles || choice.kernel == Kernel::kSplitKvAndRowTiles)
     many.emplace(a, device, least);
-  // One after the other, so they can have the same memory.
-  const int64_t bytes = std::max({few ? few->workspace_bytes() : 0, some ? some->workspace_bytes() : 0,
-                                  more ? more->workspace_bytes() : 0, many ? many->workspace_bytes() : 0});
-  const Tensor workspace = new_tensor(q, {bytes}, ScalarType::Byte, "the work space");
-  if (few) few->prepare(workspace.data_ptr(), stream);
+  // They run beside each other, so each has memory and counters of its own.
+  int64_t bytes = 0;
+  int num_counters = 0;
+  const auto add = [&](const auto& launch) {
+    if (launch) bytes += up_to_line(launch->workspace_bytes()), num_counters += launch->num_counters();
+  };
+  add(few), add(some), add(more), add(many);
+  const Tensor workspace = new_tensor(q, {bytes + 4 * num_counters}, ScalarType::Byte, "the work space");
+  uint8_t* memory = static_cast<uint8_t*>(workspace.data_ptr());
+  uint32_t* counters = zeroed_counters(device.index, stream, num_counters, reinterpret_cast<uint32_t*>(memory + bytes));
+  const auto run = [&](auto& launch, auto... how) {
+    launch->run(memory, counters, stream, how...);
+    memory += up_to_line(launch->workspace_bytes()), counters += launch->num_counters();
+  };
   if (store) store();
-  if (few) few->run(stream, store ? split_kv::Before::kOwnStore : split_kv::Before::kAnything);
-  if (some) {  // not sooner, because the memory is still the first launch's
-    some->prepare(workspace.data_ptr(), stream);
-    some->run(stream, split_kv::Before::kAnything);
-  }
-  if (more) more->run(workspace.data_ptr(), stream);
-  if (many) many->run(workspace.data_ptr(), stream);
+  using split_kv::Before;
+  const bool others = more || many;
+  if (few) run(few, store ? Before::kOwnStore : Before::kAnything, Overlap{false, some || others});
+  if (some) run(some, Before::kAnything, Overlap{true, others});
+  if (more) run(more, Overlap{few.has_value(), false});
+  if (many) run(many, few.has_value());
 }
 
 void attend(const AttentionCall& c, const format::Record& record, const Tensor& out, const Tensor& lse,

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "choices/attention.h"
-#include "cuda/attention/counters.cuh"
 #include "cuda/attention/head_dims.cuh"
 #include "cuda/attention/key_tiles/exact.cuh"
 #include "cuda/attention/key_tiles/expansion.cuh"
@@ -83,9 +82,8 @@ void KeyTilesLaunch::lay_out(int shared_limit) {
                   " bytes of shared memory that a block can have");
 }
 
-void KeyTilesLaunch::run(void* workspace, cudaStream_t stream) {
-  plan_.parts = static_cast<float*>(workspace);
-  plan_.arrivals = zeroed_counters(device_.index, stream, grid_, static_cast<uint32_t*>(workspace) + part_floats());
+void KeyTilesLaunch::run(void* workspace, uint32_t* counters, cudaStream_t stream, Overlap overlap) {
+  plan_.parts = static_cast<float*>(workspace), plan_.arrivals = counters, plan_.overlap = overlap;
   allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
   void* arguments[] = {&call_, &layout_, &plan_};
   check_cuda(launch_early(entry_.kernel, grid_, kThreads, plan_.bytes, arguments, stream, device_.facts.major),

@@ -30,15 +30,15 @@ class KeyTilesLaunch {
   KeyTilesLaunch(const Attention& call, const Device& device, int pair, int least_queries);
 
   // Bytes of memory for partial results; their contents do not matter.
-  int64_t workspace_bytes() const { return (part_floats() + grid_) * 4; }
+  int64_t workspace_bytes() const {
+    return int64_t{2} * grid_ * entry_.rows * split_kv::part_floats(call_.record.head_dim) * 4;
+  }
+  int num_counters() const { return grid_; }
 
-  // workspace: aligned to 16 bytes.
-  void run(void* workspace, cudaStream_t stream);
+  // workspace: aligned to 16 bytes. counters: see counters.cuh.
+  void run(void* workspace, uint32_t* counters, cudaStream_t stream, Overlap overlap);
 
  private:
-  int64_t part_floats() const {
-    return int64_t{2} * grid_ * entry_.rows * split_kv::part_floats(call_.record.head_dim);
-  }
   void lay_out(int shared_limit);
 
   Attention call_;

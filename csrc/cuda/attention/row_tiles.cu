@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <bit>
 
-#include "cuda/attention/counters.cuh"
 #include "cuda/attention/head_dims.cuh"
 #include "cuda/attention/row_tiles/chunk_counters.cuh"
 #include "cuda/attention/row_tiles/expansion.cuh"
@@ -239,31 +238,40 @@ void RowTilesLaunch::check_limits() const {
                   " tokens are more work than one call can count");
 }
 
-void RowTilesLaunch::run(void* workspace, cudaStream_t stream) {
+void RowTilesLaunch::run(void* workspace, uint32_t* counters, cudaStream_t stream, bool beside) {
   uint8_t* const memory = static_cast<uint8_t*>(workspace);
   tiles_.plan.parts = reinterpret_cast<float*>(memory + shared_bytes());
   float* const states = tiles_.plan.parts + part_floats();
   int* const first_states = reinterpret_cast<int*>(states + state_floats());
   int* const first_rows = first_states + call_.seqs;
   uint16_t* const absent = reinterpret_cast<uint16_t*>(first_rows + call_.seqs);
-  tiles_.plan.counters =
-      zeroed_counters(device_.index, stream, num_counters(),
-                      reinterpret_cast<uint32_t*>(reinterpret_cast<uint8_t*>(absent) + absent_bytes()));
+  tiles_.plan.counters = counters;
   prompts_.plan.counters = tiles_.plan.counters + 2 * tiles_.grid + 1;
   chunks_.plan.chunks.ring = memory;
   chunks_.plan.chunks.counters = prompts_.plan.counters + (prompts_.grid > 0);
+  bool gathered = false;
   if (gathers() && map_gathered(memory)) {  // else row tiles take all, as without boxes of own tokens
     for (Plan* plan : {&tiles_.plan, &prompts_.plan}) {
       plan->gather.first_rows = first_rows, plan->gather.absent = absent;
     }
-    gather(memory, stream);
+    gather(memory, stream, beside);
+    gathered = true;
   }
-  if (prompts_.grid > 0) launch(prompts_, stream);
+  if (prompts_.grid > 0) {
+    // Gathered tokens are where the kernel of chunks expands codes, so each of these three kernels waits for the one
+    // before.
+    prompts_.plan.overlap = {.with_previous = beside && !gathered, .with_next = !gathered || chunks_.grid == 0};
+    launch(prompts_, stream);
+    beside = prompts_.plan.overlap.with_next;
+  }
   if (chunks_.grid > 0) {
+    chunks_.plan.overlap = {.with_previous = beside, .with_next = true};
+    beside = true;
     chunks_.plan.states = states;
     chunks_.plan.first_states = tiles_.plan.first_states = first_states;
     launch(chunks_, stream);
   }
+  tiles_.plan.overlap = {.with_previous = beside, .with_next = false};
   launch(tiles_, stream);
 }
 
@@ -275,7 +283,7 @@ bool RowTilesLaunch::map_gathered(const uint8_t* data) {
   return map(data, prompts_.maps.older_keys) && map(data + gathered_bytes(), prompts_.maps.older_values);
 }
 
-void RowTilesLaunch::gather(uint8_t* to, cudaStream_t stream) {
+void RowTilesLaunch::gather(uint8_t* to, cudaStream_t stream, bool beside) {
   const Attention& a = call_;
   DecodeArguments codes{};
   codes.source[0] = {a.record.key_width(), a.key_levels, a.key_signs, {nullptr, nullptr, a.channels.inverse}, to};
@@ -284,7 +292,8 @@ void RowTilesLaunch::gather(uint8_t* to, cudaStream_t stream) {
   codes.pages = {const_cast<uint8_t*>(a.pages), a.num_pages, static_cast<uint32_t>(a.page_stride), a.kv_heads};
   codes.layout = prompts_.plan.layout;
   codes.table = a.block_table, codes.table_stride = a.table_stride, codes.max_pages = a.max_pages;
-  Plan& plan = prompts_.plan;
+  Plan plan = prompts_.plan;
+  plan.overlap = {.with_previous = beside, .with_next = false};
   if (chunks_.grid > 0) plan.chunks = chunks_.plan.chunks;  // which sequences are long
   void* arguments[] = {const_cast<Attention*>(&call_), &plan, &codes};
   const int blocks = gather_.blocks * device_.facts.multiprocessors;

@@ -60,11 +60,13 @@ class RowTilesLaunch {
 
   // Bytes of memory for partial results, gathered tokens and expanded codes; their contents do not matter.
   int64_t workspace_bytes() const {
-    return shared_bytes() + (part_floats() + state_floats() + 2 * call_.seqs + num_counters()) * 4 + absent_bytes();
+    return shared_bytes() + (part_floats() + state_floats() + 2 * call_.seqs) * 4 + absent_bytes();
   }
+  // In this order: of row tiles, of prompts, of chunks
+  int num_counters() const;
 
-  // workspace: aligned to 16 bytes.
-  void run(void* workspace, cudaStream_t stream);
+  // workspace: aligned to 16 bytes. counters: see counters.cuh. beside: another kernel of the call precedes.
+  void run(void* workspace, uint32_t* counters, cudaStream_t stream, bool beside);
 
  private:
   // One of the kernels; grid 0: it is not launched.
@@ -90,11 +92,9 @@ class RowTilesLaunch {
   int64_t absent_bytes() const { return (int64_t{prompts_.plan.gather.rows} / 16 * 2 + 3) / 4 * 4; }
   // Of tokens that are gathered, and then of codes that the kernel of chunks expands
   int64_t shared_bytes() const { return std::max(ring_bytes(), 2 * gathered_bytes()); }
-  // In this order: of row tiles, of prompts, of chunks
-  int num_counters() const;
   void launch(Kernel& kernel, cudaStream_t stream);
   bool map_gathered(const uint8_t* data);
-  void gather(uint8_t* to, cudaStream_t stream);
+  void gather(uint8_t* to, cudaStream_t stream, bool beside);
 
   const Attention& call_;
   const Device& device_;

@@ -5,7 +5,6 @@
 #include <bit>
 
 #include "choices/attention.h"
-#include "cuda/attention/counters.cuh"
 #include "cuda/attention/head_dims.cuh"
 #include "cuda/common/torch.cuh"
 
@@ -145,15 +144,11 @@ void SplitKvLaunch::choose_shape() {
                   " bytes of shared memory that a block can have");
 }
 
-void SplitKvLaunch::prepare(void* workspace, cudaStream_t stream) {
-  plan_.parts = static_cast<float*>(workspace);
-  plan_.arrivals =
-      zeroed_counters(device_.index, stream, grid_, static_cast<uint32_t*>(workspace) + grid_ * part_floats_of_block());
-  allow_shared_memory(kernel(), device_.index, plan_.bytes);
-}
-
-void SplitKvLaunch::run(cudaStream_t stream, Before before) {
+void SplitKvLaunch::run(void* workspace, uint32_t* counters, cudaStream_t stream, Before before, Overlap overlap) {
+  plan_.parts = static_cast<float*>(workspace), plan_.arrivals = counters, plan_.overlap = overlap;
+  if (overlap.with_previous) plan_.early = Early::kWait;
   if (before == Before::kOwnStore) plan_.early = Early::kBesideStore;
+  allow_shared_memory(kernel(), device_.index, plan_.bytes);
   void* arguments[] = {const_cast<Attention*>(&call_), &layout_, &plan_};
   check_cuda(launch_early(kernel(), grid_, plan_.warps * 32, plan_.bytes, arguments, stream, device_.facts.major),
              "paged_attention");

@@ -40,11 +40,11 @@ class SplitKvLaunch {
   SplitKvLaunch(const Attention& call, const Device& device, int pair);
 
   // Bytes of memory for partial results; their contents do not matter.
-  int64_t workspace_bytes() const { return int64_t{grid_} * (part_floats_of_block() + 1) * 4; }
+  int64_t workspace_bytes() const { return int64_t{grid_} * part_floats_of_block() * 4; }
+  int num_counters() const { return grid_; }
 
-  // Whatever has to be done before the launch; may launch something itself. workspace: aligned to 16 bytes.
-  void prepare(void* workspace, cudaStream_t stream);
-  void run(cudaStream_t stream, Before before);
+  // workspace: aligned to 16 bytes. counters: see counters.cuh.
+  void run(void* workspace, uint32_t* counters, cudaStream_t stream, Before before, Overlap overlap);
 
  private:
   int64_t part_floats_of_block() const { return int64_t{2} * entry_.rows * part_floats(call_.record.head_dim); }

@@ -30,6 +30,35 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #endif
 }
 
+// How a kernel runs beside its neighbours in a call of several, each of which has sequences of its own. They need what
+// came before the call, but not each other. So the first one lets the second begin as soon as all of that has ended,
+// the second one the third, and each uses what the one before leaves free of the device.
+struct Overlap {
+  bool with_previous, with_next;
+
+  // At the start. A kernel behind the call waits for itself.
+  __device__ __forceinline__ void enter() const {
+    if (!with_next) let_next_kernel_begin();
+  }
+  // In place of wait_for_previous_kernel, by all threads. The fence drops what the L1 cache has from before the call.
+  __device__ __forceinline__ void wait() const {
+    if (with_previous) {
+      __threadfence();
+    } else {
+      wait_for_previous_kernel();
+    }
+  }
+  // Behind `wait`, by all threads: what the next kernel reads has been written.
+  __device__ __forceinline__ void let_next() const {
+    if (with_next) let_next_kernel_begin();
+  }
+  __device__ __forceinline__ void begin() const { wait(), let_next(); }
+  // At the end, by a thread of each block at least: whoever waits for this kernel must have waited for those before it.
+  __device__ __forceinline__ void leave() const {
+    if (with_previous && blockIdx.x == 0) wait_for_previous_kernel();
+  }
+};
+
 // A number of which the compiler knows nothing else. What follows from it is computed where this is called, and not
 // ahead of a loop around it, which may have no registers for it.
 __device__ __forceinline__ int computed_here(int x) {

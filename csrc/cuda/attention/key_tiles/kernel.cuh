@@ -43,7 +43,7 @@ class KeyTilesBlock {
       : block_(a, layout, plan, shared), list_(block_), rows_(block_), join_(block_) {}
 
   __device__ __forceinline__ void run() {
-    let_next_kernel_begin();
+    block_.plan.overlap.enter();
     begin();
     if (threadIdx.x >= kWarpgroup) {
       attend_segments<true>();
@@ -84,7 +84,7 @@ class KeyTilesBlock {
       init_barrier(block_.voted(), kGroupWarps);
     }
     barriers_ready();
-    wait_for_previous_kernel();
+    block_.plan.overlap.begin();
     list_.find(false, false, [&](int thread, int threads) {
       const Attention& a = block_.call;
 #pragma unroll 1
@@ -190,6 +190,7 @@ __global__ void __launch_bounds__(kThreads, Shape<D, ROWS>::kBlocks)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // choose_attention sends no call to other devices
   extern __shared__ __align__(1024) uint8_t shared[];
   KeyTilesBlock<Shape<D, ROWS>, KeyBytesOf<D, KEYS>>(a, layout, plan, shared).run();
+  plan.overlap.leave();
 #endif
 }
 

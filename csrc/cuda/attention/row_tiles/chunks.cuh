@@ -598,11 +598,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   extern __shared__ __align__(1024) uint8_t shared[];
   Notes& notes = *reinterpret_cast<Notes*>(shared + plan.notes);
   ChunkNotes& tasks = *reinterpret_cast<ChunkNotes*>(shared + plan.raw);
-  let_next_kernel_begin();
-  wait_for_previous_kernel();
+  plan.overlap.enter();
+  plan.overlap.wait();
   if (threadIdx.x < 32) {
     const bool any = any_long(a, plan);
-    if (blockIdx.x == 0) number_states(a, plan, any);
+    if (blockIdx.x == 0) number_states(a, plan, any), __threadfence();
     if (threadIdx.x == 0) tasks.any = any;
   }
   if (threadIdx.x == 0) {
@@ -625,7 +625,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   }
   copy_signs<S>(a, plan, shared);
   __syncthreads();
-  if (!tasks.any) return;
+  plan.overlap.let_next();  // which reads the numbers of states
+  if (!tasks.any) return plan.overlap.leave();
   if (threadIdx.x < S::kProducers) {
     leave_registers<S::kProducerRegisters>();
     switch (threadIdx.x / 32) {
@@ -638,6 +639,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     take_registers<S::kConsumerRegisters>();
     ChunkConsumer<S, T>(a, plan, shared).run();
   }
+  plan.overlap.leave();
 #endif
 }
 

@@ -214,14 +214,15 @@ __global__ void __launch_bounds__(32 * Traits::kWarps, Traits::kBlocks)
                   const __grid_constant__ DecodeArguments codes) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // nobody else has row tiles
   __shared__ GatherList list;
-  let_next_kernel_begin();  // which waits for this one before it reads anything
-  wait_for_previous_kernel();
+  plan.overlap.enter();
+  plan.overlap.begin();
   list_gathered<32 * Traits::kWarps>(a, plan, list);
-  if (list.count == 0) return;
+  if (list.count == 0) return plan.overlap.leave();
   const int warp = blockIdx.x * Traits::kWarps + threadIdx.x / 32, warps = gridDim.x * Traits::kWarps;
   copy_tails<Traits::kDim>(a, codes, list, warp, warps);
   decode_spans<Traits, T>(codes,
                           [&](int of_kind) { return GatheredSpans(list, a.kv_heads, plan.gather.absent, of_kind); });
+  plan.overlap.leave();
 #endif
 }
 

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared[];
   Notes& notes = *reinterpret_cast<Notes*>(shared + plan.notes);
-  let_next_kernel_begin();
+  plan.overlap.enter();
   if (threadIdx.x == 0) {
     for (int i = 0; i < plan.raw_stages; ++i) {
       init_barrier(&notes.raw_full[i], 1), init_barrier(&notes.raw_empty[i], 2);
@@ -37,12 +37,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     for (uint32_t& word : notes.broken) word = 0;
     barriers_ready();
   }
-  // Before the wait, if the kernel of prompts is right before this one: it has let this one begin after all that wrote
-  // lengths had ended. All blocks must find the same, so lengths must not change meanwhile. The kernel of chunks writes
-  // which sequences are long.
-  bool works = !plan.prompts_apart || plan.first_states || any_work<S>(a, plan);
-  wait_for_previous_kernel();
-  if (plan.prompts_apart && plan.first_states) works = any_work<S>(a, plan);
+  plan.overlap.begin();
+  const bool works = a.seqs > 0 && (!plan.prompts_apart || any_work<S>(a, plan));
   if (threadIdx.x < 16) {
     notes.key_table[threadIdx.x] = table_byte(a.key_levels, a.record.key_width(), threadIdx.x);
     notes.value_table[threadIdx.x] = table_byte(a.value_levels, a.record.value_width(), threadIdx.x);
@@ -52,7 +48,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     clear_padding<uint32_t>(a, a.record.head_dim / 2, int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
                             int64_t{gridDim.x} * blockDim.x);
   }
-  if (!works) return;
+  if (!works) return plan.overlap.leave();
   __syncthreads();
   if (threadIdx.x < S::kProducers) {
     leave_registers<S::kProducerRegisters>();
@@ -65,6 +61,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     take_registers<S::kConsumerRegisters>();
     Consumer<S, T>(a, plan, shared).run();
   }
+  plan.overlap.leave();
 #endif
 }
 

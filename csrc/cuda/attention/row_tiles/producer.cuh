@@ -33,9 +33,14 @@ class Producer : UnitExpander<S> {
     WorkList<S> list(a_, plan_, leads());
     for (uint32_t i = 0;; ++i) {
       const int slot = i % kItems, phase = i / kItems % 2;
-      if (leads()) {
+      // While the first warp finds the list, another one executes what describes an item. So its instructions, which
+      // take longer to be fetched than to run, are there when the list is.
+      const bool rehearses = VALUES && warp_ == 1 && i == 0;
+      if (leads() || rehearses) {
         wait_barrier(&notes_.item_empty[slot], phase ^ 1);
-        if (list.take(notes_.items[slot])) arrive(&notes_.item_full[slot]);
+        if (list.take(rehearses ? notes_.rehearsed : notes_.items[slot], rehearses) && !rehearses) {
+          arrive(&notes_.item_full[slot]);
+        }
         __syncwarp();
       }
       wait_barrier(&notes_.item_full[slot], phase);

@@ -220,8 +220,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   static_assert(S::kProducers == kWarpgroup);
   extern __shared__ __align__(1024) uint8_t shared[];
   Notes& notes = *reinterpret_cast<Notes*>(shared + plan.notes);
-  wait_for_previous_kernel();
-  let_next_kernel_begin();  // not before: it reads lengths as soon as it begins
+  plan.overlap.enter();
+  plan.overlap.begin();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kMaxTileStages; ++i) {
       init_barrier(&notes.key_full[i], 1), init_barrier(&notes.value_full[i], 1);
@@ -249,6 +249,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     take_registers<S::kConsumerRegisters>();
     Consumer<S, T>(a, plan, shared).run();
   }
+  plan.overlap.leave();
 #endif
 }
 

@@ -135,6 +135,7 @@ struct GatherPlan {
 
 // What the host decides about a launch.
 struct Plan {
+  Overlap overlap;
   RecordLayout layout;
   format::Split split;                     // of the head_dim
   float norm;                              // 1 / sqrt(split.block)
@@ -169,9 +170,10 @@ struct Notes {
   uint64_t key_full[kMaxTileStages], key_empty[kMaxTileStages], value_full[kMaxTileStages], value_empty[kMaxTileStages];
   uint64_t item_full[kItems], item_empty[kItems], query_full, query_empty;
   Item items[kItems];
+  Item rehearsed;  // nobody's, see Producer::run
   alignas(16) TileInfo info[kMaxTileStages];
-  uint32_t present[kMaxRawStages];  // which of a raw stage's tiles of the record exist
-  int8_t key_table[16], value_table[16];
+  uint8_t present[kMaxRawStages];  // which of a raw stage's tiles of the record exist, at most four
+  alignas(16) int8_t key_table[16], value_table[16];
   uint32_t broken[4];  // exact keys of a tile whose values are not finite, see Consumer::guard_values
   int last;            // whether this block has finished the last part of a tile of rows
 };

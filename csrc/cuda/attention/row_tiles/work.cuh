@@ -1,10 +1,10 @@
 // The items of work of a launch, and the order in which blocks take them.
 //
-// Lengths are on the device only, so every block derives the same list from them: sequence by sequence, as many KV
-// heads at once as the L2 cache holds the keys of, tiles of rows from the last to the first (the last sees the most
-// keys, so no long item begins when the others end), head by head, and part by part. Blocks take items
-// from a common counter, so that a block with short items takes more of them. Results do not depend on who takes what:
-// the cut depends on lengths only, and partial results are joined in the order of the parts.
+// Lengths are on the device only, so every block derives the same list from them: the sequences of one lane of a warp
+// after those of another, of each as many KV heads at once as the L2 cache holds the keys of, tiles of rows from the
+// last to the first (the last sees the most keys, so no long item begins when the others end), head by head, and part
+// by part. Blocks take items from a common counter, so that a block with short items takes more of them. Results do not
+// depend on who takes what: the cut depends on lengths only, and partial results are joined in the order of the parts.
 //
 // Tiles of rows are cut into parts of equal numbers of key tiles, all tiles of rows of a sequence into equally many. If
 // a launch has fewer than two of them for each block, the length of a part is chosen so that the whole takes one round
@@ -96,12 +96,12 @@ __device__ __forceinline__ int describe(const Attention& a, const Divisor& group
 // of chunks.
 template <class S>
 __device__ __forceinline__ bool takes(const Attention& a, const Plan& plan, int sequence) {
-  const int queries = a.num_queries(sequence), rows = queries * a.group;
-  if (rows < plan.least_rows || rows == 0) return false;
-  if (!S::kPrompts && plan.first_states && plan.first_states[sequence] >= 0) return false;
-  if (!plan.prompts_apart) return true;
-  const bool own = plan.gather.first_row(sequence) >= 0 || a.new_begin(a.length(sequence, queries), queries) <= 0;
-  return own == S::kPrompts;
+  // Everything is loaded at once: each load that waited for a branch would take as long as all of them.
+  const int state = !S::kPrompts && plan.first_states ? __ldcg(plan.first_states + sequence) : -1;
+  const int first_row = plan.gather.first_row(sequence), queries = a.num_queries(sequence), rows = queries * a.group;
+  const int begin = a.new_begin(a.length(sequence, queries), queries);
+  if (rows < plan.least_rows || rows == 0 || state >= 0) return false;
+  return !plan.prompts_apart || (first_row >= 0 || begin <= 0) == S::kPrompts;
 }
 // Whether some sequence is; all threads of the block call it.
 template <class S>
@@ -111,9 +111,8 @@ __device__ __forceinline__ bool any_work(const Attention& a, const Plan& plan) {
   return __syncthreads_or(any);
 }
 
-// The sequences that this kernel takes, in their order and in equal shares for the lanes of a warp. If lanes shared the
-// numbers of all sequences instead, the few prompts behind many decode steps would be the work of one lane. All lanes
-// call the constructor; works: as of WorkList.
+// The sequences of a lane: of every 32 it has one, if this kernel takes it. So a few prompts behind many decode steps
+// are the work of several lanes. works: as of WorkList.
 template <class S>
 class LaneSequences {
  public:
@@ -121,39 +120,23 @@ class LaneSequences {
 
   __device__ __forceinline__ LaneSequences(const Attention& a, const Plan& plan, bool works) : a_(a), plan_(plan) {
     if (!works) return;
-    int all = 0, before = 0;
-    for_each_32([&](int, unsigned taken) { all += __popc(taken); });
-    const int each = ceil_div(all, 32), mine = static_cast<int>(threadIdx.x % 32) * each;
-    count = max(min(all - mine, each), 0);
-    for_each_32([&](int from, unsigned taken) {
-      const int here = __popc(taken);
-      if (before <= mine && mine < before + here) {
 #pragma unroll 1
-        for (int i = before; i < mine; ++i) taken &= taken - 1;
-        first = from + __ffs(static_cast<int>(taken)) - 1;
-      }
-      before += here;
-    });
+    for (int s = static_cast<int>(threadIdx.x % 32); s < a.seqs; s += 32) {
+      if (!takes<S>(a, plan, s)) continue;
+      if (count == 0) first = s;
+      ++count;
+    }
   }
   // The one behind sequence s. There must be one: only a caller that changes lengths meanwhile can make this find none.
   __device__ __forceinline__ int next(int s) const {
-    do {
-      ++s;
-    } while (s < a_.seqs - 1 && !takes<S>(a_, plan_, s));
+    while (s + 32 < a_.seqs) {
+      s += 32;
+      if (takes<S>(a_, plan_, s)) break;
+    }
     return s;
   }
 
  private:
-  // f(the first of 32 sequences, which of them are taken)
-  template <typename F>
-  __device__ __forceinline__ void for_each_32(F&& f) const {
-#pragma unroll 1
-    for (int from = 0; from < a_.seqs; from += 32) {
-      const int s = from + static_cast<int>(threadIdx.x % 32);
-      f(from, __ballot_sync(0xffffffff, s < a_.seqs && takes<S>(a_, plan_, s)));
-    }
-  }
-
   const Attention& a_;
   const Plan& plan_;
 };
@@ -177,31 +160,41 @@ __device__ __forceinline__ int heads_at_once(int tiles, int kv_heads) {
 template <class S>
 class WorkList {
  public:
-  // works: false where another warp hands out items.
+  // works: false where another warp hands out items. The list then has one, of sequence 0, to rehearse with.
   __device__ __forceinline__ WorkList(const Attention& a, const Plan& plan, bool works)
       : a_(a), plan_(plan), mine_(a, plan, works) {
-    if (!works) return;
+    if (!works) {
+      size_ = Search::kUncutSize, total_ = 1, own_items_ = threadIdx.x % 32 == 0, items_before_ = slots_before_ = 0;
+      return;
+    }
     Search search{static_cast<int>(gridDim.x)};
-    int items, slots;
-    do {  // the first time size_ is 0, which counts uncut tiles of rows
-      int tiles = 0, most = 0;
-      items = slots = 0;
+    int items[2], slots;  // of the lane, with each of the sizes; slots with the first
+    do {
+      int tiles = 0, work = 0, most = 0;
+      items[0] = items[1] = slots = 0;
 #pragma unroll 1
       for (int i = 0; i < mine_.count; ++i) {
         const Extent& x = extent(i);
-        const int n = size_ > 0 ? parts(x) : 1;
-        items += n * x.segments, slots += n > 1 ? n * x.segments : 0;
-        tiles += x.segments * x.mean, most = max(most, x.most);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const int n = parts(x, search.size[k]) * x.segments;
+          items[k] += n;
+          if (k == 0) slots += n > x.segments ? n : 0;
+        }
+        tiles += x.segments * x.mean, work += x.segments * x.most, most = max(most, x.most);
       }
-      search.step(sum_of_lanes(items), sum_of_lanes(slots), sum_of_lanes(tiles), max_of_lanes(most), size_);
-    } while (!search.done);
-    own_items_ = items, items_before_ = sum_of_lanes_before(items), slots_before_ = sum_of_lanes_before(slots);
-    total_ = sum_of_lanes(items);
+      search.step(items, slots, tiles, work, most);
+    } while (search.phase != Search::kDone);
+    size_ = search.size[0], own_items_ = items[0];
+    items_before_ = sum_of_lanes_before(items[0]), slots_before_ = sum_of_lanes_before(slots);
+    total_ = sum_of_lanes(items[0]);
   }
 
-  // Takes the next item; sequence -1: there is none left. Returns true in the lane that has written it.
-  __device__ __forceinline__ bool take(Item& to) {
-    const int grid = static_cast<int>(gridDim.x), index = next_item(plan_.counters + 2 * grid, total_);
+  // Takes the next item; sequence -1: there is none left. Returns true in the lane that has written it. rehearses: on a
+  // list that does not work.
+  __device__ __forceinline__ bool take(Item& to, bool rehearses) {
+    const int grid = static_cast<int>(gridDim.x);
+    const int index = rehearses ? 0 : next_item(plan_.counters + 2 * grid, total_);
     if (index >= total_) {
       if (threadIdx.x % 32 == 0) to.sequence = -1;
       return threadIdx.x % 32 == 0;
@@ -210,7 +203,7 @@ class WorkList {
     int before = items_before_, slot = slots_before_, number = 0, n;
     for (;; ++number) {
       const Extent& x = extent(number);
-      n = parts(x);
+      n = parts(x, size_);
       if (index < before + n * x.segments) break;
       before += n * x.segments, slot += n > 1 ? n * x.segments : 0;
     }
@@ -254,51 +247,67 @@ class WorkList {
     const int fewer = a_.sliding_window > 0 ? 0 : max(queries - quotient(S::kRows, plan_.group), 0) / S::kKeys;
     return {number, s, blocks, blocks * a_.kv_heads, most, max(most - fewer / 2, 1)};
   }
-  __device__ __forceinline__ int parts(const Extent& x) const { return ceil_div(x.most, size_); }
+  static __device__ __forceinline__ int parts(const Extent& x, int size) {
+    return small_quotient(x.most + size - 1, size);
+  }
 
-  // Looks for the size of parts, in key tiles: `step` learns how many items and slots there are with parts of `size`,
-  // and sets the next size to try.
+  // Looks for the size of parts, in key tiles: for the smallest one with which all items are one round of the grid, and
+  // for the smallest one with which they are two, at the same time. A step learns how many items there are with two
+  // sizes, and sets the next ones; at last the first is the one that is chosen. A step is a chain of some hundred
+  // instructions, for which all blocks wait. So the search begins between close bounds: `work` key tiles of `all` tiles
+  // of rows make at least work / size parts, and less than work / size + all.
   struct Search {
-    enum Phase { kUncut, kOneRound, kTwoRounds, kFits };
+    enum Phase { kUncut, kSearch, kFits, kDone };
+    static constexpr int kUncutSize = 1 << 24, kNever = INT32_MAX / 4;  // longer than any tile of rows
     int grid;
-    bool done = false;
     Phase phase = kUncut;
-    int tiles = 0, most = 0, low = 0, high = 0, one = 0;
+    int size[2] = {kUncutSize, kUncutSize}, low[2], high[2];  // of one round and of two
 
-    __device__ __forceinline__ void step(int items, int slots, int all_tiles, int longest, int& size) {
+    // Numbers of the lane: items with both sizes, slots with the first one; its key tiles, about (`tiles`) and at most
+    // (`work`), and those of its longest tile of rows.
+    __device__ __forceinline__ void step(const int (&items)[2], int slots, int tiles, int work, int most) {
+      if (phase == kFits) {  // rounded up, there may be too many parts
+        if (sum_of_lanes(slots) <= 2 * grid) {
+          phase = kDone;
+        } else {
+          size[0] *= 2;
+        }
+        return;
+      }
+      const int found[2] = {sum_of_lanes(items[0]), sum_of_lanes(items[1])};
       if (phase == kUncut) {
-        tiles = all_tiles, most = longest;
-        if (items >= 2 * grid || most <= S::kLeastTiles) {
-          size = items >= 2 * grid ? max(ceil_div(tiles, grid), S::kLeastTiles) : max(most, 1);
-          phase = kFits;
+        const int all = found[0], longest = max_of_lanes(most);
+        phase = kFits;
+        if (all >= 2 * grid || longest <= S::kLeastTiles) {
+          size[0] = all >= 2 * grid ? max(ceil_div(sum_of_lanes(tiles), grid), S::kLeastTiles) : max(longest, 1);
           return;
         }
-        one = INT32_MAX / 4, phase = items <= grid ? kOneRound : kTwoRounds;
-        low = least(), high = most;
-      } else if (phase == kFits) {
-        done = slots <= 2 * grid;  // rounded up, there may be too many parts
-        if (!done) size *= 2;
-        return;
-      } else if (items <= limit()) {
-        high = size;
+        phase = kSearch, work = sum_of_lanes(work);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const int most_items = (k + 1) * grid, others = max(most_items - all, 1);
+          low[k] = max(ceil_div(work, most_items), S::kLeastTiles);
+          high[k] = max(min(all < most_items ? ceil_div(work, others) : longest, longest), low[k]);
+          if (all > most_items) low[k] = high[k] = kNever;
+        }
       } else {
-        low = size + 1;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          if (low[k] < high[k]) (found[k] <= (k + 1) * grid ? high[k] = size[k] : low[k] = size[k] + 1);
+        }
       }
-      if (low >= high && phase == kOneRound) one = max(high, 1), phase = kTwoRounds, low = least(), high = most;
-      size = (low + high) / 2;
-      if (low < high) return;
-      const int two = max(high, 1);
-      size = one + kItemOverhead <= 2 * (two + kItemOverhead) ? one : two, phase = kFits;
+#pragma unroll
+      for (int k = 0; k < 2; ++k) size[k] = (low[k] + high[k]) / 2;
+      if (low[0] < high[0] || low[1] < high[1]) return;
+      if (size[0] + kItemOverhead > 2 * (size[1] + kItemOverhead)) size[0] = size[1];
+      phase = kFits;
     }
-    // At most so many items, of at least so many key tiles each
-    __device__ __forceinline__ int limit() const { return phase == kOneRound ? grid : 2 * grid; }
-    __device__ __forceinline__ int least() const { return max(ceil_div(tiles, limit()), S::kLeastTiles); }
   };
 
   const Attention& a_;
   const Plan& plan_;
   LaneSequences<S> mine_;
-  int size_ = 0, total_;
+  int size_, total_;
   int own_items_, items_before_, slots_before_;
   Extent known_[kKnown];
 };

@@ -114,7 +114,7 @@ class FewUnits {
     const int blocks = min(plan_.parts, max(max(rounds(coded_), (rounds(exact) + 1) / 2), 1));
     rehearses_ = part_ >= blocks;
     if (part_ >= plan_.parts || work_.queries == 0 || (rehearses_ && block_.warp > 0)) {
-      if (beside_store) wait_for_previous_kernel();  // whoever waits for this kernel must have waited for both
+      if (beside_store) block_.plan.overlap.begin();  // whoever waits for this kernel must have waited for both
       return;
     }
     const bool mine = slot_ < plan_.slots;
@@ -136,7 +136,7 @@ class FewUnits {
         if ((turn == 0) == beside_store) {
           if (part_ * plan_.slots < coded_) prepare_queries();
         } else {
-          if (beside_store) wait_for_previous_kernel();
+          if (beside_store) block_.plan.overlap.begin();
           if (mine && member_ == 0) issue_copies();
         }
       }
@@ -145,7 +145,7 @@ class FewUnits {
     const bool has_exact = executes(0) && attend_exact(exact_task, exact, blocks * plan_.slots);
     if (executes(1)) attend_codes(task, has_exact, without, mine);
     if (executes(2)) join(blocks);
-    if (rehearses_ && beside_store) wait_for_previous_kernel();
+    if (rehearses_ && beside_store) block_.plan.overlap.begin();
   }
 
  private:

@@ -61,7 +61,7 @@ class SplitKvBlock {
         queries_(block_), products_(block_), tail_(block_), join_(block_) {}
 
   __device__ __forceinline__ void run() {
-    let_next_kernel_begin();
+    block_.plan.overlap.enter();
     prefetch_constants();
     if (!start()) return;
     const Segment& segment = list_.notes().attended;
@@ -128,7 +128,7 @@ class SplitKvBlock {
       bool changed = false, fill = true;
       if (i < 0) {
         if (step == kFind) {
-          if (!beside_store) wait_for_previous_kernel();
+          if (!beside_store) block_.plan.overlap.begin();
           if (may_find_nothing() && !any_work()) return false;
           if (few.possible()) {
             few.begin();
@@ -143,7 +143,7 @@ class SplitKvBlock {
         if ((step == kFoundAnew || known) && segment.begin < notes.end) rows_.issue_copies(segment);
         if (step != kFoundAnew) changed = find_work(step == kGuess, known);
         const bool idle = step != kGuess && segment.begin >= notes.end;
-        if (beside_store && (idle || step == kFoundAnew)) wait_for_previous_kernel();
+        if (beside_store && (idle || step == kFoundAnew)) block_.plan.overlap.begin();
         if (idle) return false;
         const int unit = notes.begin + block_.warp;
         fill = step == kGuess ? segment.begin <= unit && unit < min(notes.end, segment.coded_end())
@@ -274,6 +274,7 @@ __global__ void __launch_bounds__(bounding_threads(N, D), resident_blocks(N, D))
   if constexpr (!FEW || kHasFewUnits || !has_few_units_apart(D, N)) {  // else nobody launches it
     extern __shared__ __align__(128) uint8_t shared[];
     SplitKvBlock<D, N, FEW>(a, layout, plan, shared).run();
+    plan.overlap.leave();
   }
 #endif
 }

@@ -108,6 +108,7 @@ struct SplitKvPlan {
   CodeFacts codes;       // the codes of the pages
   FewUnitsPlan few;
   Early early;
+  Overlap overlap;
   float* parts;        // [grid, 2, rows, part_floats]: partial results
   uint32_t* arrivals;  // [grid], 0 between launches
 };

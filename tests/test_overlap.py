@@ -1,0 +1,139 @@
+"""Kernels of one call of attention on CUDA, which run beside each other (Overlap in device.cuh):
+each must see all that was written before the call, and whoever comes behind it all of the call.
+
+Most kernels leave no room on a multiprocessor, so few orders of events can be brought about."""
+
+import itertools
+import random
+import re
+
+import pytest
+import torch
+
+import torch_turboquant as tt
+from tests.attention_cuda import BF16, DEVICE, Case, attend, build, int32, own_tokens, stale_cache
+from tests.helpers import assert_same_bytes
+from tests.test_split_kv_launches import kernels_of
+
+pytestmark = pytest.mark.cuda
+
+# (preset, q_heads, queries of each sequence, tokens of the longest, kernels on compute capability
+# 9.0 with own tokens, of which split_kv may be launched twice)
+CALLS = {
+    "steps, drafts": ("k4v4u", 8, [1] * 6 + [6] * 3, 20_000, "split_kv key_tiles"),
+    "steps, wide drafts": ("k4v4", 32, [1] * 6 + [6] * 3, 20_000, "split_kv row_tiles"),
+    "steps, drafts, chunk": (
+        *("k5v4u", 16, [1] * 6 + [3, 900], 20_000),
+        "split_kv prompts chunks row_tiles",
+    ),
+    "steps, prompts": (
+        *("k5v4u", 16, [1] * 6 + [700] * 6, 2_000),
+        "split_kv gather prompts row_tiles",
+    ),
+    "steps, chunks": (
+        *("k5v4u", 16, [1] * 6 + [900] * 3, 20_000),
+        "split_kv gather prompts chunks row_tiles",
+    ),
+    "prompts": ("k5v4u", 16, [700] * 8, 2_000, "gather prompts row_tiles"),
+}
+
+
+def of_name(name: str, seed: int) -> Case:
+    preset, q_heads, q_lens, longest, _ = CALLS[name]
+    config = tt.preset(preset, 128)
+    return build(config, [longest] * len(q_lens), q_lens, q_heads=q_heads, seed=seed)
+
+
+def with_lengths(case: Case, chosen: random.Random) -> Case:
+    """With other lengths: one token, no older ones, few, or nearly as many as there is room for."""
+    longest = case.k.shape[1]
+    lengths = [
+        min(chosen.choice([q, q + 50, longest // 3, longest - 63, longest]), longest)
+        for q in case.q_lens
+    ]
+    return case._replace(lengths=int32(*lengths))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels(name):
+    """What the other tests are about."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("other kernels on this GPU")
+    case = of_name(name, 0)
+    launched = " ".join(kernels_of(case, **own_tokens(case)))
+    names = re.findall(r"::(\w+)_kernel<", launched)
+    names = [{"attend": "split_kv"}.get(kernel, kernel) for kernel, _ in itertools.groupby(names)]
+    assert names == CALLS[name][-1].split()
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_lengths_written_just_before(name, own):
+    """The kernel ahead, which lets the call begin early, writes the lengths: as a token of an exact
+    tail, whose ring holds what the last call left there."""
+    case, chosen = of_name(name, 1), random.Random(name)
+    calls = [with_lengths(case, chosen) for _ in range(4)]
+    options = own_tokens(case) if own else {}
+    wanted = [attend(call, **options) for call in calls]
+    config, seqs = case.config, len(case.lengths)
+    ring = tt.allocate_tail(config, 1, 1, BF16, 1, DEVICE)
+    tail = tt.Tail(ring, torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    page, slot, stored = stale_cache(config, 1, 1), int32(0), int32(1)
+    changing = case._replace(lengths=ring[0, 0, 0, 0].view(torch.int32)[:seqs])
+    tokens = torch.zeros(4, 64, dtype=torch.int32, device=DEVICE)
+    tokens[:, :seqs] = torch.stack([call.lengths for call in calls])
+    tokens = tokens.view(BF16)[:, None, None]
+    for turn in range(24):
+        i = turn * 7 % 4
+        torch.cuda._sleep(1_000_000)  # until then the host has launched what follows
+        tt.cache_store(
+            tokens[i], tokens[i], page, slot, config, case.tables, tail=tail, seq_lens=stored
+        )
+        found = attend(changing, **options)
+        for one, other in zip(found, wanted[i], strict=True):
+            assert_same_bytes(one, other)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_read_just_behind(name):
+    """The next call begins early, too, and its queries are the results of this one. The last
+    sequences are short, so the kernels that take them would end first."""
+    case = of_name(name, 2)
+    short = [q for q in case.q_lens if q > 1]
+    lengths = [case.k.shape[1]] * (len(case.q_lens) - len(short)) + short
+    case = case._replace(lengths=int32(*lengths))
+    behind = case._replace(q=torch.empty_like(case.q))
+    out = torch.empty_like(case.q)
+    wanted = []
+    for call in (case, case._replace(q=2 * case.q)):
+        behind.q.copy_(attend(call)[0])
+        torch.cuda.synchronize()
+        wanted.append((call, attend(behind)[0]))
+    torch.cuda.synchronize()
+    for turn in range(24):
+        call, expected = wanted[turn % 2]
+        torch.cuda._sleep(1_000_000)
+        attend(call, out=out)
+        assert_same_bytes(attend(case._replace(q=out))[0], expected)
+
+
+def test_the_longest_kernel_is_not_the_last():
+    """Most thread blocks of the kernel of prompts are done long before the one that has the last
+    queries, and then row tiles attend to a draft, and the next call reads the last results."""
+    config = tt.preset("k5v4u", 128)
+    longest = 16_960  # 132 tiles of 128 rows and 132 tiles of 128 keys
+    case = build(config, [longest, 140], [longest, 40], q_heads=1, kv_heads=1)
+    behind = build(config, [30] * 64, q_heads=1, kv_heads=1, seed=1)
+    options, last = own_tokens(case), slice(longest - 64, longest)
+    out = torch.empty_like(case.q)
+    calls = [case, case._replace(q=2 * case.q)]
+    wanted = []
+    for call in calls:
+        attend(call, out=out, **options)
+        torch.cuda.synchronize()
+        wanted.append(attend(behind._replace(q=out[last]))[0])
+    torch.cuda.synchronize()
+    for turn in range(24):
+        torch.cuda._sleep(1_000_000)
+        attend(calls[turn % 2], out=out, **options)
+        assert_same_bytes(attend(behind._replace(q=out[last]))[0], wanted[turn % 2])
