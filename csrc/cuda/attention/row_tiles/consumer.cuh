@@ -10,8 +10,8 @@
 #pragma once
 
 #include "cuda/attention/counters.cuh"
-#include "cuda/attention/row_tiles/columns.cuh"
 #include "cuda/attention/row_tiles/expansion.cuh"
+#include "cuda/attention/row_tiles/masks.cuh"
 #include "cuda/attention/row_tiles/producer.cuh"
 #include "cuda/attention/row_tiles/queries.cuh"
 #include "cuda/attention/row_tiles/rotation.cuh"
@@ -38,7 +38,7 @@ class Consumer {
   __device__ __forceinline__ Consumer(const Attention& a, const Plan& plan, uint8_t* shared)
       : a_(a), plan_(plan), shared_(shared), notes_(*reinterpret_cast<Notes*>(shared + plan.notes)),
         group_((threadIdx.x - S::kProducers) / kWarpgroup), lane_(threadIdx.x % 32), g_(lane_ / 4), t_(lane_ % 4),
-        row_(group_ * 64 + threadIdx.x % kWarpgroup / 32 * 16 + g_) {}
+        row_(group_ * 64 + threadIdx.x % kWarpgroup / 32 * 16 + g_), masks_{t_} {}
 
   __device__ __forceinline__ void run() {
     for (uint32_t n = 0;; ++n) {
@@ -65,7 +65,7 @@ class Consumer {
   }
   __device__ __forceinline__ void find_positions() {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) position_[i] = position_of(min(row_ + 8 * i, item_->rows - 1));
+    for (int i = 0; i < 2; ++i) masks_.position[i] = position_of(min(row_ + 8 * i, item_->rows - 1));
   }
   __device__ __forceinline__ void attend() {
     find_positions();
@@ -95,7 +95,7 @@ class Consumer {
   __device__ __forceinline__ bool exists(int i) const { return row_ + 8 * i < item_->rows; }
   // Token and head of row i, which exists.
   __device__ __forceinline__ void find_row(int i, int64_t& token, int& head) const {
-    const int query = position_[i] - (item_->length - item_->queries);
+    const int query = masks_.position[i] - (item_->length - item_->queries);
     token = item_->first_query + query;
     head = (item_->head - query) * plan_.group + item_->block * S::kRows + row_ + 8 * i;
   }
@@ -237,10 +237,13 @@ class Consumer {
   __device__ __forceinline__ void see_codes() {
     const Sight sight(a_, item_->sequence, item_->length, item_->queries);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) first_[i] = sight.first(position_[i]), end_[i] = sight.recent(position_[i]);
+    for (int i = 0; i < 2; ++i) {
+      masks_.first[i] = sight.first(masks_.position[i]);
+      masks_.end[i] = sight.recent(masks_.position[i]);
+    }
     // All rows of the warp see all keys of these tiles.
-    clear_begin_ = ceil_div(max(max_of_lanes(max(first_[0], first_[1])) - item_->first, 0), S::kKeys);
-    clear_end_ = (-max_of_lanes(max(-end_[0], -end_[1])) - item_->first) / S::kKeys;
+    clear_begin_ = ceil_div(max(max_of_lanes(max(masks_.first[0], masks_.first[1])) - item_->first, 0), S::kKeys);
+    clear_end_ = (-max_of_lanes(max(-masks_.end[0], -masks_.end[1])) - item_->first) / S::kKeys;
   }
 
   // Queries as they are.
@@ -252,14 +255,14 @@ class Consumer {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       factor_[i] = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f), shift_[i] = 0;
-      // Exact keys that are seen: sinks from first_ on, and others from end_ on.
-      first_[i] = a_.first_visible(position_[i]), end_[i] = max(sight.recent(position_[i]), first_[i]);
+      masks_.first[i] = a_.first_visible(masks_.position[i]);
+      masks_.end[i] = max(sight.recent(masks_.position[i]), masks_.first[i]);
     }
     if constexpr (S::kCopies) {
       clear_begin_ = item_->common_begin, clear_end_ = item_->common_end;
     } else {
-      const int sinks = item_->sinks, last = -max_of_lanes(max(-position_[0], -position_[1]));
-      const int begin = max(sinks, sinks + max_of_lanes(max(end_[0], end_[1])) - item_->recent);
+      const int sinks = item_->sinks, last = -max_of_lanes(max(-masks_.position[0], -masks_.position[1]));
+      const int begin = max(sinks, sinks + max_of_lanes(max(masks_.end[0], masks_.end[1])) - item_->recent);
       clear_begin_ = item_->coded_tiles + ceil_div(begin, S::kKeys);
       clear_end_ = item_->coded_tiles + min(sinks + last + 1 - item_->recent, item_->exact) / S::kKeys;
     }
@@ -443,7 +446,7 @@ class Consumer {
       if (!(notes_.broken[k / 32] >> (k % 32) & 1)) continue;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (sees_exact(i, (tile - item_->coded_tiles) * S::kKeys + k)) total_[i] = NAN;
+        if (masks_.sees_exact(*item_, i, (tile - item_->coded_tiles) * S::kKeys + k)) total_[i] = NAN;
       }
     }
     sync_threads(kConsumersBarrier, kConsumers);
@@ -488,7 +491,7 @@ class Consumer {
     }
     if (a_.soft_cap > 0) cap(tile, scores, factor);
     const int first = EXACT ? (tile - item_->coded_tiles) * S::kKeys : item_->first + tile * S::kKeys;
-    if (!all) mask<EXACT>(first, info, scores);
+    if (!all) masks_.template apply<EXACT>(*item_, first, info, scores);
     release(notes_.key_empty, keys_, plan_.key_stages);
 
     float top[2];
@@ -582,86 +585,6 @@ class Consumer {
       }
     }
     factor[0] = factor[1] = 1;
-  }
-
-  // Excludes the keys that a row does not see. A row that sees a key with a scale that is not a number becomes NaN.
-  // first: the number of the tile's first exact key, else its position
-  //
-  // Tiles at the borders are few, and to fetch an instruction takes longer than to run it. So what a row sees becomes
-  // bits first, from the ends of ranges, and two instructions for each score are left.
-  template <bool EXACT>
-  __device__ __forceinline__ void mask(int first, const TileInfo& info, float (&scores)[S::kScores]) const {
-    uint32_t seen[2], poison = 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if constexpr (EXACT) {
-        seen[i] = seen_exact(i, first);
-      } else {
-        seen[i] = columns().template range<true>(first_[i] - first, end_[i] - first);
-      }
-    }
-    if ((!EXACT || (S::kGathered && first < item_->older.tiles * S::kKeys)) && info.special) {
-      uint32_t absent = 0;
-#pragma unroll
-      for (int w = 0; w < S::kKeys / 32; ++w) {
-        if (!EXACT) poison |= columns().of(info.poison[w]) << 8 * w;
-        absent |= columns().of(info.absent[w]) << 8 * w;
-      }
-      seen[0] &= ~absent, seen[1] &= ~absent;
-    }
-#pragma unroll
-    for (int n = 0; n < S::kKeys / 8; ++n) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        float& x = scores[4 * n + k];
-        const uint32_t bit = 1u << (2 * n + k % 2);
-        if (!EXACT && poison & bit) x = NAN;
-        x = seen[k / 2] & bit ? x : -INFINITY;
-      }
-    }
-  }
-
-  __device__ __forceinline__ ThreadColumns<S::kKeys> columns() const { return {t_}; }
-
-  // Which of the thread's columns of row i are keys that it sees, where `first` is the number of the first exact key.
-  __device__ __forceinline__ uint32_t seen_exact(int i, int first) const {
-    const auto range = [&](int begin, int end) { return columns().template range<false>(begin, end); };
-    const auto sees_tail = [&](int sinks, int recent, int exact, int first) {
-      const int others = sinks - recent - first;  // key k behind sinks is number k + others
-      return range(first_[i] - first, min(sinks, position_[i] + 1) - first) |
-             range(max(sinks - first, end_[i] + others), min(exact - first, position_[i] + 1 + others));
-    };
-    if (S::kGathered && first < first_own()) {
-      const auto& older = item_->older;
-      const int coded = older.tiles * S::kKeys, begin = older.first + first;
-      if (first < coded) return range(max(first_[i], older.tail.sinks) - begin, end_[i] - begin);
-      return sees_tail(older.sinks, older.tail_begin, older.copies, first - coded);
-    }
-    if (S::kPrompts || (S::kChunks && first >= first_own())) {
-      const int origin = own_origin() + first;
-      return range(first_[i] - origin, position_[i] + 1 - origin);
-    }
-    return sees_tail(item_->sinks, item_->recent, item_->exact, first);
-  }
-  // Whether row i sees exact key `number` of the item.
-  __device__ __forceinline__ bool sees_exact(int i, int number) const {
-    const int first = number & -S::kKeys, n = number - first;  // one of the row's four threads has this column
-    return any_of_quad(n % 8 / 2 == t_ && (seen_exact(i, first) >> (n / 8 * 2 + n % 2) & 1));
-  }
-  static __device__ __forceinline__ bool any_of_quad(int x) {
-    x |= __shfl_xor_sync(0xffffffff, x, 1);
-    return (x | __shfl_xor_sync(0xffffffff, x, 2)) != 0;
-  }
-  // Where a block only copies, keys of the tail have tiles of their own, and own keys begin behind these: the number of
-  // the first one, and the position that number 0 would have among them.
-  __device__ __forceinline__ int first_own() const {
-    if constexpr (S::kChunks) return static_cast<const Task*>(item_)->tail_tiles * S::kKeys;
-    if constexpr (S::kGathered) return (item_->older.tiles + item_->older.copies_tiles) * S::kKeys;
-    return 0;
-  }
-  __device__ __forceinline__ int own_origin() const {
-    if constexpr (S::kChunks) return static_cast<const Task*>(item_)->own_first - first_own();
-    return item_->recent - first_own();
   }
 
   template <bool EXACT>
@@ -791,8 +714,7 @@ class Consumer {
   float sums_[S::kSums];
   float reference_[2], total_[2];  // of rows i = 0, 1; `total_` is of the thread's own keys
   float factor_[2], shift_[2];     // score * log2(e) = factor * product + shift
-  int position_[2];                // rows that do not exist: of the last one
-  int first_[2], end_[2];          // the row sees keys [first_, end_) of codes; see prepare_exact for the others
+  RowMasks<S> masks_;              // what rows i = 0, 1 see
   int clear_begin_, clear_end_;    // all rows of the warp see all keys of these tiles
   int exponent_;                   // sums over codes are divided by 2^exponent_
   uint32_t query_[S::kQueriesInRegisters ? kD / 4 : 1];
