@@ -370,6 +370,7 @@ MIXTURES = {
     "decodes and a chunk": (DECODES, DECODES, CHUNK),
     "a chunk first": (CHUNK, DECODES),
     "drafts and a chunk": (DRAFTS, DRAFTS, CHUNK),
+    "an empty one first": (EMPTY, CHUNK, DECODES),
     "all sorts": (DRAFTS, EMPTY, DECODES, CHUNK, EMPTY, DECODES),
     "chunks": (CHUNK, ([64, 129, 350], [64, 129, 33]), DECODES),
     "nobody is short": (CHUNK, EMPTY, ([130], [130])),

@@ -11,7 +11,18 @@ import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.attention_cuda import BF16, DEVICE, Case, attend, build, int32, own_tokens, stale_cache
+from tests.attention_cuda import (
+    BF16,
+    DEVICE,
+    Case,
+    attend,
+    build,
+    check,
+    check_own,
+    int32,
+    own_tokens,
+    stale_cache,
+)
 from tests.helpers import assert_same_bytes
 from tests.test_split_kv_launches import kernels_of
 
@@ -54,16 +65,25 @@ def with_lengths(case: Case, chosen: random.Random) -> Case:
     return case._replace(lengths=int32(*lengths))
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_kernels(name):
-    """What the other tests are about."""
+def names_of(case: Case, **options) -> list[str]:
+    """Of the kernels that a call launches, once for each that is launched twice in a row."""
+    names = re.findall(r"::(\w+)_kernel<", " ".join(kernels_of(case, **options)))
+    return [{"attend": "split_kv"}.get(name, name) for name, _ in itertools.groupby(names)]
+
+
+def needs_hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("other kernels on this GPU")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels(name):
+    """What the other tests are about, and that it is right."""
+    needs_hopper()
     case = of_name(name, 0)
-    launched = " ".join(kernels_of(case, **own_tokens(case)))
-    names = re.findall(r"::(\w+)_kernel<", launched)
-    names = [{"attend": "split_kv"}.get(kernel, kernel) for kernel, _ in itertools.groupby(names)]
-    assert names == CALLS[name][-1].split()
+    assert names_of(case, **own_tokens(case)) == CALLS[name][-1].split()
+    check(case)
+    check_own(case)
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -115,16 +135,29 @@ def test_results_read_just_behind(name):
         torch.cuda._sleep(1_000_000)
         attend(call, out=out)
         assert_same_bytes(attend(case._replace(q=out))[0], expected)
+    q, graph = case.q.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend(case._replace(q=q), out=out)
+        found = attend(case._replace(q=out))[0]
+    for turn in range(8):
+        call, expected = wanted[turn % 2]
+        q.copy_(call.q)
+        graph.replay()
+        assert_same_bytes(found, expected)
 
 
 def test_the_longest_kernel_is_not_the_last():
     """Most thread blocks of the kernel of prompts are done long before the one that has the last
-    queries, and then row tiles attend to a draft, and the next call reads the last results."""
+    queries, and then row tiles attend to a draft, and the next call reads the last results. (The
+    table has no page more than the prompt needs, so that nothing is gathered.)"""
+    needs_hopper()
     config = tt.preset("k5v4u", 128)
     longest = 16_960  # 132 tiles of 128 rows and 132 tiles of 128 keys
     case = build(config, [longest, 140], [longest, 40], q_heads=1, kv_heads=1)
     behind = build(config, [30] * 64, q_heads=1, kv_heads=1, seed=1)
+    case = case._replace(table=case.table[:, : longest // config.page_size].contiguous())
     options, last = own_tokens(case), slice(longest - 64, longest)
+    assert names_of(case, **options)[-3:] == ["prompts", "chunks", "row_tiles"]
     out = torch.empty_like(case.q)
     calls = [case, case._replace(q=2 * case.q)]
     wanted = []

@@ -258,8 +258,8 @@ void RowTilesLaunch::run(void* workspace, uint32_t* counters, cudaStream_t strea
     gathered = true;
   }
   if (prompts_.grid > 0) {
-    // Gathered tokens are where the kernel of chunks expands codes, so each of these three kernels waits for the one
-    // before.
+    // The kernel of prompts waits for tokens that are gathered. That of chunks, which expands codes in the same memory,
+    // then waits for the kernel of prompts.
     prompts_.plan.overlap = {.with_previous = beside && !gathered, .with_next = !gathered || chunks_.grid == 0};
     launch(prompts_, stream);
     beside = prompts_.plan.overlap.with_next;

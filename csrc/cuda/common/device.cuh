@@ -32,11 +32,13 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 
 // How a kernel runs beside its neighbours in a call of several, each of which has sequences of its own. They need what
 // came before the call, but not each other. So the first one lets the second begin as soon as all of that has ended,
-// the second one the third, and each uses what the one before leaves free of the device.
+// the second one the third, and each uses what the one before leaves free of the device. That a kernel sees what was
+// written before the one ahead let it begin is what the hardware does (a fence reaches the L2 cache first), though no
+// more than that is promised for launches without a wait.
 struct Overlap {
   bool with_previous, with_next;
 
-  // At the start. A kernel behind the call waits for itself.
+  // At the start. The kernel that follows the call may begin at once, because it waits on its own.
   __device__ __forceinline__ void enter() const {
     if (!with_next) let_next_kernel_begin();
   }
@@ -53,7 +55,8 @@ struct Overlap {
     if (with_next) let_next_kernel_begin();
   }
   __device__ __forceinline__ void begin() const { wait(), let_next(); }
-  // At the end, by a thread of each block at least: whoever waits for this kernel must have waited for those before it.
+  // At the end. At least one thread of each block calls it, and block 0 waits: so this kernel does not end before those
+  // ahead of it, for which nobody else waits.
   __device__ __forceinline__ void leave() const {
     if (with_previous && blockIdx.x == 0) wait_for_previous_kernel();
   }

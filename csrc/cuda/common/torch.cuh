@@ -57,7 +57,8 @@ inline bool is_captured(cudaStream_t stream) {
 }
 
 // A launch that may begin before the previous kernel has ended (from compute capability 9.0 on; elsewhere an ordinary
-// launch). The kernel must call wait_for_previous_kernel. cluster: neighbours in x that are a cluster, from 9.0 on.
+// launch). The kernel must call wait_for_previous_kernel or have an Overlap. cluster: neighbours in x that are a
+// cluster, from 9.0 on.
 inline cudaError_t launch_early(const void* kernel, dim3 grid, int threads, int shared_bytes, void** arguments,
                                 cudaStream_t stream, int compute_major, int cluster = 1) {
   cudaLaunchAttribute attributes[2]{};

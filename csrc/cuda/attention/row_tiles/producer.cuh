@@ -33,8 +33,8 @@ class Producer : UnitExpander<S> {
     WorkList<S> list(a_, plan_, leads());
     for (uint32_t i = 0;; ++i) {
       const int slot = i % kItems, phase = i / kItems % 2;
-      // While the first warp finds the list, another one executes what describes an item. So its instructions, which
-      // take longer to be fetched than to run, are there when the list is.
+      // While the first warp finds the list, another one describes an item that nobody takes. So these instructions,
+      // which take longer to fetch than to run, have been fetched when the list is found.
       const bool rehearses = VALUES && warp_ == 1 && i == 0;
       if (leads() || rehearses) {
         wait_barrier(&notes_.item_empty[slot], phase ^ 1);

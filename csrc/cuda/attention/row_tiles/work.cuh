@@ -240,7 +240,8 @@ class WorkList {
     return x = find_extent(number, s);
   }
   __device__ __forceinline__ Extent find_extent(int number, int s) const {
-    const int queries = a_.num_queries(s), blocks = ceil_div(queries * a_.group, S::kRows);
+    // A sequence with which the list is rehearsed may have no rows, and `take` would look for another one behind it.
+    const int queries = a_.num_queries(s), blocks = max(ceil_div(queries * a_.group, S::kRows), 1);
     Item last;
     const int most = max(describe<S>(a_, plan_.group, s, blocks - 1, last), 1);
     // Earlier tiles of rows see fewer keys, but for a window.
@@ -253,12 +254,12 @@ class WorkList {
 
   // Looks for the size of parts, in key tiles: for the smallest one with which all items are one round of the grid, and
   // for the smallest one with which they are two, at the same time. A step learns how many items there are with two
-  // sizes, and sets the next ones; at last the first is the one that is chosen. A step is a chain of some hundred
+  // sizes, and sets the next ones; at last the first is the one that is chosen. A step is a chain of some 300
   // instructions, for which all blocks wait. So the search begins between close bounds: `work` key tiles of `all` tiles
   // of rows make at least work / size parts, and less than work / size + all.
   struct Search {
     enum Phase { kUncut, kSearch, kFits, kDone };
-    static constexpr int kUncutSize = 1 << 24, kNever = INT32_MAX / 4;  // longer than any tile of rows
+    static constexpr int kUncutSize = 1 << 24, kNever = INT32_MAX / 4;  // 2^30 tokens; longer than any tile of rows
     int grid;
     Phase phase = kUncut;
     int size[2] = {kUncutSize, kUncutSize}, low[2], high[2];  // of one round and of two

@@ -103,7 +103,7 @@ class SplitKvBlock {
   //
   // Under programmatic dependent launch the block may run before the previous kernel has ended. It then guesses its
   // share of the list from the lengths and page ids that are in memory now, and prefetches those pages into the L2
-  // cache, because most likely nothing of this will change. After wait_for_previous_kernel everything is read again:
+  // cache, because most likely nothing of this will change. After Overlap::begin everything is read again:
   // page ids are loaded anew before their pages are copied, and if the lengths have changed, the share is computed
   // anew. Queries are copied before keys, because a load waits for all copies that were issued before it.
   //

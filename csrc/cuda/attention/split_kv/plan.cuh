@@ -64,7 +64,7 @@ struct StageLayout {
 
 // What blocks do that run before the previous kernel has ended (programmatic dependent launch).
 enum class Early {
-  kWait,        // they wait for it
+  kWait,        // nothing, before Overlap::wait
   kGuess,       // they guess their work, then wait for it
   kBesideStore  // it stores tokens, and everything before it has ended: they wait for it before they read pages
 };
