@@ -56,9 +56,10 @@ sequence may have 1,024 rows and 3,072 tokens in codes, or with k_new 8,192 rows
 (docs/design.md), such sequences have a kernel, too, which expands their codes once for all of their
 rows; scratch memory is then 64 MB at least and 6 d + 72 bytes per row (d as padded) more.
 
-A batch with sequences of few rows and of more takes split-KV and one of these two, one after the
-other, each for its own sequences. The host cannot see the numbers of queries, so the numbers of
-tokens and sequences and max_q_len decide that (docs/design.md).
+A batch with sequences of few rows and of more takes split-KV and one of these two, which run beside
+each other, each for its own sequences and with scratch memory of its own. The host cannot see the
+numbers of queries, so the numbers of tokens and sequences and max_q_len decide that
+(docs/design.md).
 
 The general kernel (csrc/cuda/attention/general.cu) takes all other calls. It multiplies float16 on
 tensor cores with float32 sums: a query is rounded with a power of two of its own, rotated for codes
