@@ -30,18 +30,9 @@ from importlib.metadata import version
 
 import common
 import torch
+from attention_batches import LARGE, LONG, LONG_BATCH, MANY_SHORT, SHORT, Case
 from batches import Difference, Shape, exact_attention, heads_of
-from bench_attention import (
-    LARGE,
-    LONG,
-    LONG_BATCH,
-    MANY_SHORT,
-    SHORT,
-    STORED_TOKENS,
-    Case,
-    Packed,
-    Row,
-)
+from bench_attention import STORED_TOKENS, Packed, Row
 from contenders import STEPS, Plain
 from timing import DEVICE, Call, Contest, number_of_caches
 from torch import Tensor

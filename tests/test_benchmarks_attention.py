@@ -25,7 +25,7 @@ def attention(monkeypatch):
     for module in (bench, bench.timing, bench.contenders, sys.modules["batches"]):
         monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(bench.timing, "ROTATED_BYTES", 0)
-    monkeypatch.setattr(bench, "SHORT", bench.Shape(1, 96))  # of uniform batches
+    monkeypatch.setattr(sys.modules["attention_batches"], "SHORT", bench.Shape(1, 96))  # of uniform
     return bench
 
 
@@ -73,9 +73,10 @@ def test_rows_of_attention_are_chosen_by_table_or_name(attention):
 
 
 def test_batches_have_as_many_query_rows_as_they_should(attention):
-    rows = {s.q_len * s.q_heads // s.kv_heads for s in attention.ROWS}
+    shapes = {case.shape for case in attention.ALL if case.table == "rows"}
+    rows = {s.q_len * s.q_heads // s.kv_heads for s in shapes}
     assert {4, 8, 16, 20, 21, 32, 40, 48, 56, 64, 71, 96, 128} == rows
-    groups = {s.q_heads // s.kv_heads for s in attention.ROWS}
+    groups = {s.q_heads // s.kv_heads for s in shapes}
     assert {4, 5, 7, 8, 12, 16, 48, 71} == groups
 
 
@@ -105,7 +106,7 @@ def test_every_table_of_attention(attention, monkeypatch, table):
 
 def test_drawn_batches(attention):
     """The same in every run, within their limits, and such that every contender takes them."""
-    drawn = attention.drawn_batches
+    drawn = sys.modules["drawn_batches"]
     cases = [case for case in attention.ALL if case.table == "drawn"]
     for number, case in enumerate(cases):
         assert drawn.draw(number) == (case.preset, case.page_size, case.shape)
