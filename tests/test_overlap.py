@@ -12,18 +12,18 @@ import torch
 
 import torch_turboquant as tt
 from tests.attention_cuda import (
-    BF16,
-    DEVICE,
     Case,
     attend,
+    behind,
     build,
     check,
     check_own,
     int32,
+    lengths_ahead,
     own_tokens,
-    stale_cache,
 )
 from tests.helpers import assert_same_bytes
+from tests.test_row_tiles_launches import needs_row_tiles
 from tests.test_split_kv_launches import kernels_of
 
 pytestmark = pytest.mark.cuda
@@ -71,15 +71,10 @@ def names_of(case: Case, **options) -> list[str]:
     return [{"attend": "split_kv"}.get(name, name) for name, _ in itertools.groupby(names)]
 
 
-def needs_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("other kernels on this GPU")
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_kernels(name):
     """What the other tests are about, and that it is right."""
-    needs_hopper()
+    needs_row_tiles(behind([50], [40]))
     case = of_name(name, 0)
     assert names_of(case, **own_tokens(case)) == CALLS[name][-1].split()
     check(case)
@@ -89,26 +84,17 @@ def test_kernels(name):
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_lengths_written_just_before(name, own):
-    """The kernel ahead, which lets the call begin early, writes the lengths: as a token of an exact
-    tail, whose ring holds what the last call left there."""
+    """The kernel ahead, which lets the call begin early, writes the lengths over those of the call
+    before."""
     case, chosen = of_name(name, 1), random.Random(name)
     calls = [with_lengths(case, chosen) for _ in range(4)]
     options = own_tokens(case) if own else {}
     wanted = [attend(call, **options) for call in calls]
-    config, seqs = case.config, len(case.lengths)
-    ring = tt.allocate_tail(config, 1, 1, BF16, 1, DEVICE)
-    tail = tt.Tail(ring, torch.zeros(1, dtype=torch.int64, device=DEVICE))
-    page, slot, stored = stale_cache(config, 1, 1), int32(0), int32(1)
-    changing = case._replace(lengths=ring[0, 0, 0, 0].view(torch.int32)[:seqs])
-    tokens = torch.zeros(4, 64, dtype=torch.int32, device=DEVICE)
-    tokens[:, :seqs] = torch.stack([call.lengths for call in calls])
-    tokens = tokens.view(BF16)[:, None, None]
+    lengths, write = lengths_ahead(calls)
+    changing = case._replace(lengths=lengths)
     for turn in range(24):
         i = turn * 7 % 4
-        torch.cuda._sleep(1_000_000)  # until then the host has launched what follows
-        tt.cache_store(
-            tokens[i], tokens[i], page, slot, config, case.tables, tail=tail, seq_lens=stored
-        )
+        write(i)
         found = attend(changing, **options)
         for one, other in zip(found, wanted[i], strict=True):
             assert_same_bytes(one, other)
@@ -122,13 +108,13 @@ def test_results_read_just_behind(name):
     short = [q for q in case.q_lens if q > 1]
     lengths = [case.k.shape[1]] * (len(case.q_lens) - len(short)) + short
     case = case._replace(lengths=int32(*lengths))
-    behind = case._replace(q=torch.empty_like(case.q))
+    next_call = case._replace(q=torch.empty_like(case.q))
     out = torch.empty_like(case.q)
     wanted = []
     for call in (case, case._replace(q=2 * case.q)):
-        behind.q.copy_(attend(call)[0])
+        next_call.q.copy_(attend(call)[0])
         torch.cuda.synchronize()
-        wanted.append((call, attend(behind)[0]))
+        wanted.append((call, attend(next_call)[0]))
     torch.cuda.synchronize()
     for turn in range(24):
         call, expected = wanted[turn % 2]
@@ -150,11 +136,11 @@ def test_the_longest_kernel_is_not_the_last():
     """Most thread blocks of the kernel of prompts are done long before the one that has the last
     queries, and then row tiles attend to a draft, and the next call reads the last results. (The
     table has no page more than the prompt needs, so that nothing is gathered.)"""
-    needs_hopper()
+    needs_row_tiles(behind([50], [40]))
     config = tt.preset("k5v4u", 128)
     longest = 16_960  # 132 tiles of 128 rows and 132 tiles of 128 keys
     case = build(config, [longest, 140], [longest, 40], q_heads=1, kv_heads=1)
-    behind = build(config, [30] * 64, q_heads=1, kv_heads=1, seed=1)
+    next_call = build(config, [30] * 64, q_heads=1, kv_heads=1, seed=1)
     case = case._replace(table=case.table[:, : longest // config.page_size].contiguous())
     options, last = own_tokens(case), slice(longest - 64, longest)
     assert names_of(case, **options)[-3:] == ["prompts", "chunks", "row_tiles"]
@@ -164,9 +150,9 @@ def test_the_longest_kernel_is_not_the_last():
     for call in calls:
         attend(call, out=out, **options)
         torch.cuda.synchronize()
-        wanted.append(attend(behind._replace(q=out[last]))[0])
+        wanted.append(attend(next_call._replace(q=out[last]))[0])
     torch.cuda.synchronize()
     for turn in range(24):
         torch.cuda._sleep(1_000_000)
         attend(calls[turn % 2], out=out, **options)
-        assert_same_bytes(attend(behind._replace(q=out[last]))[0], wanted[turn % 2])
+        assert_same_bytes(attend(next_call._replace(q=out[last]))[0], wanted[turn % 2])

@@ -20,8 +20,8 @@ from tests.attention_cuda import (
     decoded,
     expected,
     int32,
+    lengths_ahead,
     randn,
-    stale_cache,
 )
 from tests.helpers import assert_same_bytes
 from tests.oracle import exact_attention
@@ -199,23 +199,14 @@ def test_guesses_that_are_wrong(seqs):
         calls.append(case._replace(lengths=lengths, table=case.table[order].contiguous()))
     wanted = [attend(call) for call in calls]
 
-    ring = tt.allocate_tail(config, 1, 1, BF16, 1, DEVICE)
-    tail = tt.Tail(ring, torch.zeros(1, dtype=torch.int64, device=DEVICE))
-    page, slot, stored = stale_cache(config, 1, 1), int32(0), int32(1)
-    lengths = ring[0, 0, 0, 0].view(torch.int32)[:seqs]
-    tokens = torch.zeros(4, 64, dtype=torch.int32, device=DEVICE)
-    tokens[:, :seqs] = torch.stack([call.lengths for call in calls])
-    tokens = tokens.view(BF16)[:, None, None]
+    lengths, write = lengths_ahead(calls)
     changing = case._replace(lengths=lengths, table=case.table.clone())
     for turn in range(40):
         i = turn * 7 % 4
         changing.table.copy_(calls[i].table)
         if turn // 4 % 2:
             lengths.zero_()
-        torch.cuda._sleep(1_000_000)  # until then the host has launched what follows
-        tt.cache_store(
-            tokens[i], tokens[i], page, slot, config, case.tables, tail=tail, seq_lens=stored
-        )
+        write(i)
         found = attend(changing)
         assert lengths.equal(calls[i].lengths)
         for one, other in zip(found, wanted[i], strict=True):

@@ -31,8 +31,6 @@ AttentionShape shape_of(const Attention& a) {
           .has_exact = a.tail || a.new_keys};
 }
 
-constexpr int64_t up_to_line(int64_t bytes) { return (bytes + 127) / 128 * 128; }
-
 // Launches the kernels of a call. Where several share its sequences, split-KV clears the results of tokens behind the
 // last one. `store` is launched immediately before them, so that the split-KV kernel can run beside it.
 void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t stream, const Store& store) {
@@ -62,7 +60,7 @@ void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t str
   int64_t bytes = 0;
   int num_counters = 0;
   const auto add = [&](const auto& launch) {
-    if (launch) bytes += up_to_line(launch->workspace_bytes()), num_counters += launch->num_counters();
+    if (launch) bytes += round_up(launch->workspace_bytes(), 128), num_counters += launch->num_counters();
   };
   add(few), add(some), add(more), add(many);
   const Tensor workspace = new_tensor(q, {bytes + 4 * num_counters}, ScalarType::Byte, "the work space");
@@ -70,7 +68,7 @@ void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t str
   uint32_t* counters = zeroed_counters(device.index, stream, num_counters, reinterpret_cast<uint32_t*>(memory + bytes));
   const auto run = [&](auto& launch, auto... how) {
     launch->run(memory, counters, stream, how...);
-    memory += up_to_line(launch->workspace_bytes()), counters += launch->num_counters();
+    memory += round_up(launch->workspace_bytes(), 128), counters += launch->num_counters();
   };
   if (store) store();
   using split_kv::Before;

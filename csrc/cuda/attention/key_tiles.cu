@@ -55,7 +55,7 @@ KeyTilesLaunch::KeyTilesLaunch(const Attention& call, const Device& device, int 
 }
 
 void KeyTilesLaunch::lay_out(int shared_limit) {
-  const auto up = [](int n) { return (n + 127) / 128 * 128; };
+  const auto up = [](int n) { return round_up(n, 128); };
   const int d = call_.record.head_dim, rows = entry_.rows, part_bytes = rows * split_kv::part_floats(d) * 4;
   Plan& p = plan_;
   p.warps = kThreads / 32, p.copies = 2 * layout_.copies, p.unit_bytes = 2 * layout_.bytes;

@@ -48,7 +48,7 @@ GatherEntry find_gather_kernel(int head_dim, format::Width values, Dtype dtype);
 
 // Bytes of a raw stage: the tiles of a record that hold kUnitKeys tokens, in places that bulk copies can write to.
 constexpr int raw_stride(const format::Record& record) {
-  return (kUnitKeys / record.tile_tokens() * record.tile_bytes() + 127) / 128 * 128;
+  return round_up(kUnitKeys / record.tile_tokens() * record.tile_bytes(), 128);
 }
 
 // A launch, with everything that follows from the call and the device: computed once, before memory is allocated.

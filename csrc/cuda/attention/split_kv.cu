@@ -22,8 +22,6 @@ KernelEntry find_kernel_of(const Attention& a, int pair) {
 
 // ---- Shared memory -------------------------------------------------------------------------------------------------
 
-int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 // As many warps as fit, up to `most_warps`, then as many stages, then room for the states of all warps instead of half
 // of them. warps = 0: not even one warp fits.
 SplitKvPlan plan_of(const KernelEntry& k, int most_warps, int blocks_per_multiprocessor, const StageLayout& layout,

@@ -76,6 +76,10 @@ __device__ __forceinline__ int quotient(int x, int y) {
   return static_cast<int>(static_cast<unsigned>(x) / static_cast<unsigned>(y));
 }
 __device__ __forceinline__ int ceil_div(int x, int y) { return quotient(x + y - 1, y); }
+template <typename N>
+__host__ __device__ constexpr N round_up(N n, int multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
 
 // The same in half of the instructions, for y > 0 and quotients of less than 2^20. Every step rounds down, and the
 // approximate reciprocal, which may be one unit of its last place too large, is made two units smaller. So the estimate

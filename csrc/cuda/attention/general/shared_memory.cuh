@@ -48,8 +48,6 @@ struct BlockConstants {
   uint8_t* tile[kKnownSteps][S::kValueBlocks];  // the record tiles that hold a step's keys; null: no keys
 };
 
-__host__ __device__ constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
-
 template <typename S>
 class SharedMemory {
  public:

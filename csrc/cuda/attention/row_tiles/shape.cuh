@@ -221,7 +221,6 @@ struct ChunkNotes {
 // kind. Only with more raw stages do copies run ahead (Producer::prepare_codes).
 template <class S>
 constexpr bool lay_out(Plan& p, int limit) {
-  const auto up = [](int n) { return (n + 127) / 128 * 128; };
   p.queries = (p.key_stages + p.value_stages) * S::kTileBytes;
   // __half [warps that expand, keys of a unit]; of chunks [warps that multiply, keys of a tile]
   p.scales = p.queries + S::kQueryBytes;
@@ -229,7 +228,7 @@ constexpr bool lay_out(Plan& p, int limit) {
                         : S::kChunks ? S::kConsumers / 32 * S::kKeys * 2
                                      : 2 * S::kStreamWarps * kUnitKeys * 2);
   p.notes = p.signs + (S::kPrompts ? 0 : 2 * S::kDim * 2);  // 16-bit signs of keys and of values
-  p.raw = up(p.notes + static_cast<int>(sizeof(Notes)));
+  p.raw = round_up(p.notes + static_cast<int>(sizeof(Notes)), 128);
   if constexpr (S::kCopies) {
     p.raw_stages = 0, p.bytes = p.raw + (S::kChunks ? static_cast<int>(sizeof(ChunkNotes)) : 0);
     return p.bytes <= limit;
