@@ -167,6 +167,7 @@ def server_clients() -> str:
     def in_words(row: Row) -> str:
         clients, _, rate = row["point"].removeprefix("mix").partition("@")
         name = f"{clients} at most, {rate} requests/s come" if rate else f"{clients} at a time"
+        name += f", {row['cache_gib']:g} GiB" if row["cache_gib"] != 8 else ""
         return name + (f", {interval(row)} tokens a message" if interval(row) > 1 else "")
 
     def order(row: Row) -> tuple[int, float, int, tuple[int, str]]:
