@@ -16,6 +16,7 @@ evenly distributed errors of up to half a unit. In bfloat16 each score is then o
 s = 10.
 """
 
+import random
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -231,6 +232,35 @@ def decoded(case: Case) -> tuple[Tensor, Tensor]:
     )
 
 
+def held_of(case: Case) -> list[tuple[int, int]]:
+    """What the tail of each sequence holds: so many first tokens, and those from a position on."""
+    slots, valid = case.tail.slots.tolist(), case.tail.valid
+    held = [(case.config.sink_tokens, 0)] * len(case.tail.ring)
+    if valid is not None:
+        held = [tuple(of_slot) for of_slot in valid.tolist()]
+    return [held[slot] if slot >= 0 else (0, 2**31 - 1) for slot in slots]
+
+
+def partly_held(case: Case, seed: int) -> Case:
+    """The case with tails of which some are missing and others hold only some of their tokens: rows
+    of all others are NaN."""
+    chosen, sinks = random.Random(seed), case.config.sink_tokens
+    ring, slots = case.tail.ring.clone(), case.tail.slots.clone()
+    rows = ring.shape[2] - sinks
+    valid = torch.zeros(len(ring), 2, dtype=torch.int32)
+    for s, length in enumerate(case.lengths.tolist()):
+        slot, count = int(slots[s]), chosen.randint(0, sinks)
+        newest = length - chosen.randint(0, rows)
+        first = chosen.choice([0, max(0, newest), max(0, length - case.q_lens[s]), length])
+        if chosen.random() < 0.2:
+            slots[s], count, first = -1, 0, length
+        valid[slot] = torch.tensor([count, first])
+        ring[slot, :, count:sinks] = torch.nan
+        missing = torch.arange(max(sinks, length - rows), max(sinks, first), device=DEVICE)
+        ring[slot, :, sinks + (missing - sinks) % rows] = torch.nan
+    return case._replace(tail=tt.Tail(ring, slots, valid.to(DEVICE)))
+
+
 def expected(case: Case, **options) -> tuple[Tensor, Tensor]:
     exact = {}
     if case.tail is not None:
@@ -239,6 +269,7 @@ def expected(case: Case, **options) -> tuple[Tensor, Tensor]:
             "exact_v": case.v,
             "sinks": case.config.sink_tokens,
             "window": case.config.recent_window,
+            "held": held_of(case),
         }
     lengths = case.lengths.tolist()
     return exact_attention(case.q, *decoded(case), lengths, case.q_lens, **exact, **options)
@@ -329,6 +360,7 @@ def expected_own(case: Case, **options) -> tuple[Tensor, Tensor]:
         exact_v=case.v,
         sinks=case.config.sink_tokens if tail else 0,
         window=case.config.recent_window if tail else 0,
+        held=held_of(case) if tail else None,
         own=True,
         **options,
     )

@@ -23,6 +23,7 @@ from tests.attention_cuda import (
     given,
     int32,
     own_tokens,
+    partly_held,
     scratch_bytes,
 )
 from tests.helpers import assert_same_bytes
@@ -135,6 +136,15 @@ def test_tails_of_more_than_a_tile(tail):
     for window in (0, 150, 700):
         case = behind([3, 290, 600, 40], [420, 300, 200, 33], config=config, tail=tail)
         check_gathered(case, sliding_window=window)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("d", DIMS)
+def test_tails_that_hold_only_some_tokens(d, seed):
+    """What they do not hold comes from codes, and so do all tokens of sequences without a tail."""
+    older = [200, 33, 5, 90, 64, 450, 0]
+    case = behind(older, [130, 300, 40, 70, 200, 33, 100], d=d, tail=True, seed=seed)
+    check_gathered(partly_held(case, seed))
 
 
 @pytest.mark.parametrize("tail", [False, True])
@@ -309,3 +319,17 @@ def test_scratch_memory_has_a_limit():
 def test_tiny_batches(d):
     """For compute-sanitizer."""
     check_own(behind([40, 17], [420, 300], d=d, kv_heads=13 * 128 // d, group=2, tail=True))
+
+
+def test_tiny_batches_whose_queries_overlap():
+    """Offsets that give four sequences the same queries. Nothing else is written, and the next call
+    finds all counters at 0."""
+    case, tokens = behind([900] * 8, [100] * 8), 800
+    own = own_tokens(case)
+    wanted = attend(case, **own)
+    twisted = case._replace(starts=int32(*[0, tokens] * 4, 0), max_q_len=tokens)
+    if "row_tiles" in chosen(case):
+        assert gathers(twisted, **own)
+    assert all(x.isfinite().all() for x in attend(twisted, **own))
+    for found, same in zip(attend(case, **own), wanted, strict=True):
+        assert_same_bytes(found, same)

@@ -16,6 +16,7 @@ from tests.attention_cuda import (
     build,
     check,
     check_own,
+    partly_held,
     starts_of,
 )
 
@@ -40,6 +41,19 @@ def test_mixtures(name, group):
         )
         check(case)
         check_own(case, sliding_window=90 * i)
+
+
+@pytest.mark.parametrize("preset", ["k4v4u", "k4v4", "k8v8"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_tails_that_hold_only_some_tokens(name, preset):
+    """And sequences without one, in every kernel."""
+    lengths, q_lens = batch(MIXTURES[name])
+    for group in (1, 4, 16):
+        config = tt.preset(preset, 128, recent_window=40, sink_tokens=4)
+        case = build(config, lengths, q_lens, q_heads=2 * group, tail=True, seed=group)
+        case = partly_held(case, seed=group)
+        check(case)
+        check_own(case)
 
 
 @pytest.mark.parametrize("kinds", [(1,), (1, 1, 1, 1, 30), (0, 1, 5, 40), (20,)])
