@@ -256,7 +256,8 @@ def partly_held(case: Case, seed: int) -> Case:
             slots[s], count, first = -1, 0, length
         valid[slot] = torch.tensor([count, first])
         ring[slot, :, count:sinks] = torch.nan
-        missing = torch.arange(max(sinks, length - rows), max(sinks, first), device=DEVICE)
+        oldest = max(sinks, length - rows)
+        missing = torch.arange(oldest, max(oldest, first), device=DEVICE)
         ring[slot, :, sinks + (missing - sinks) % rows] = torch.nan
     return case._replace(tail=tt.Tail(ring, slots, valid.to(DEVICE)))
 
