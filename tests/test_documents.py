@@ -181,19 +181,21 @@ def test_clients_on_the_page_of_vllm(generate, monkeypatch):
 def test_the_server_on_the_page_of_vllm(generate, monkeypatch):
     """Most clients first, as fast as they are answered before a rate; bf16 before ours."""
 
-    def row(config, point, preempted=0):
-        times = {"first_ms": 11830.0, "first_p99_ms": 14310.0}
+    def row(config, point, preempted=0, cache_gib=8.0):
+        times = {"cache_gib": cache_gib, "first_ms": 11830.0, "first_p99_ms": 14310.0}
         times |= {"token_ms": 14.37, "token_p99_ms": 42.54, "requests_s": 30.32, "tokens_s": 9310.0}
         return engine_row(config, point, **times, requests=2048, preempted=preempted)
 
     rows = [row("k5v4u", "mix64"), row("k5v4u", "mix512@25"), row("k5v4u", "mix512")]
     rows.append(row("bf16", "mix512", preempted=1988))
+    rows.append(row("k5v4u", "mix256", cache_gib=4.0))
     monkeypatch.setattr(generate.vllm, "h200_rows", lambda name: rows)
     found = "30.3 | 9,310 | 11.83 s, 14.31 s | 14.4 ms, 42.5 ms"
     assert generate.vllm.server_clients().splitlines()[2:] == [
         f"| 512 at a time | bf16 | {found} | 1,988 in 2,048 requests |",
         f"| 512 at a time | k5v4u | {found} | 0 in 2,048 requests |",
         f"| 512 at most, 25 requests/s come | k5v4u | {found} | 0 in 2,048 requests |",
+        f"| 256 at a time, 4 GiB | k5v4u | {found} | 0 in 2,048 requests |",
         f"| 64 at a time | k5v4u | {found} | 0 in 2,048 requests |",
     ]
 

@@ -55,10 +55,10 @@ struct Overlap {
     if (with_next) let_next_kernel_begin();
   }
   __device__ __forceinline__ void begin() const { wait(), let_next(); }
-  // At the end, by at least one thread of each block. Block 0 waits, so that this kernel does not end before those ahead
-  // of it, for which nobody else waits. Compute capability 9.0 goes without: there whoever waits for a kernel was found
-  // to wait for all ahead of it, too, in streams and in graphs, and one more line of code to fetch costs steps over
-  // small caches 0.2 to 0.8 us.
+  // At the end, by at least one thread of each block. Block 0 waits, so that this kernel does not end before those
+  // ahead of it, for which nobody else waits. Compute capability 9.0 goes without: whoever waits for a kernel there
+  // was found to wait for all ahead of it, too, in streams and in graphs, and this code, which has to be fetched,
+  // costs steps over small caches 0.2 to 0.8 us.
   __device__ __forceinline__ void leave() const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
     if (with_previous && blockIdx.x == 0) wait_for_previous_kernel();
