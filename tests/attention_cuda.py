@@ -250,8 +250,8 @@ def partly_held(case: Case, seed: int) -> Case:
     valid = torch.zeros(len(ring), 2, dtype=torch.int32)
     for s, length in enumerate(case.lengths.tolist()):
         slot, count = int(slots[s]), chosen.randint(0, sinks)
-        newest = length - chosen.randint(0, rows)
-        first = chosen.choice([0, max(0, newest), max(0, length - case.q_lens[s]), length])
+        some, older = max(0, length - chosen.randint(0, rows)), max(0, length - case.q_lens[s])
+        first = chosen.choice([0, some, older, length])
         if chosen.random() < 0.2:
             slots[s], count, first = -1, 0, length
         valid[slot] = torch.tensor([count, first])

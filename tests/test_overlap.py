@@ -2,8 +2,8 @@
 each must see all that was written before the call, and whoever comes behind it all of the call.
 
 Most kernels leave no room on a multiprocessor, so few orders of events can be brought about. On
-compute capability 9.0 no kernel waits for those ahead of it for the sake of who comes behind it
-(Overlap::leave): that these wait for all of them is tested here."""
+compute capability 9.0 no kernel of a call waits at its end for those ahead of it (Overlap::leave).
+Whoever comes behind the call must wait for all of its kernels nevertheless."""
 
 import itertools
 import random
