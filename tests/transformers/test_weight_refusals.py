@@ -188,17 +188,29 @@ def test_disk(folder):
         load(path, TurboQuantConfig(), device_map="meta")
 
 
+# One process for both, since it takes long to start.
+WITHOUT_AND_WITH_THE_PACKAGE = """
+import sys
+from transformers import AutoModelForCausalLM
+path = sys.argv[1]
+try:
+    AutoModelForCausalLM.from_pretrained(path)
+except RuntimeError as error:
+    print(error)
+assert not [name for name in sys.modules if name.startswith("torch_turboquant")]
+print("imports the package")
+import torch_turboquant.integrations.transformers
+AutoModelForCausalLM.from_pretrained(path)
+print("loads")
+"""
+
+
 def test_without_the_package(folder):
     """A process that has not imported the package gets an error, and reads what to import."""
     path = folder(load(folder(make()), TurboQuantConfig()), "packed")
-    code = (
-        "from transformers import AutoModelForCausalLM\n"
-        f"AutoModelForCausalLM.from_pretrained({str(path)!r})"
-    )
-    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    assert found.returncode != 0 and "RuntimeError" in found.stderr
-    assert NEEDS in found.stderr and "got torch_turboquant" in found.stderr
-    code = f"import torch_turboquant.integrations.transformers\n{code}"
-    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert NEEDS not in found.stderr
+    command = [sys.executable, "-u", "-P", "-c", WITHOUT_AND_WITH_THE_PACKAGE, str(path)]
+    found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert found.returncode == 0, found.stdout
+    without, _, after = found.stdout.partition("imports the package")
+    assert NEEDS in without and "got torch_turboquant" in without
+    assert NEEDS not in after and after.endswith("loads\n")

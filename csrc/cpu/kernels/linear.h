@@ -135,18 +135,18 @@ inline void block_scales(const uint8_t* block, float* to) {
   const Floats scale =
       load_float(halves) * broadcast(SUB ? format::kLevelUnit * format::kMultiplierUnit : format::kLevelUnit);
   Floats low, high;
-  if constexpr (!SUB) {
+  if constexpr (SUB) {
+    Ints word = load_integers<CHUNKS>(block + b.multipliers());
+    for (int c = 0; c < CHUNKS; ++c, word = shift_right<8>(word)) {
+      const auto scaled = [&](Ints x) {
+        return scale * to_floats((x & broadcast(15)) + broadcast(format::kMultiplierOffset));
+      };
+      interleave_pairs(scaled(word), scaled(shift_right<4>(word)), low, high);
+      store(to + 32 * c, low), store(to + 32 * c + 16, high);
+    }
+  } else {
     interleave_pairs(scale, scale, low, high);
     for (int c = 0; c < CHUNKS; ++c) store(to + 32 * c, low), store(to + 32 * c + 16, high);
-    return;
-  }
-  Ints word = load_integers<CHUNKS>(block + b.multipliers());
-  for (int c = 0; c < CHUNKS; ++c, word = shift_right<8>(word)) {
-    const auto scaled = [&](Ints x) {
-      return scale * to_floats((x & broadcast(15)) + broadcast(format::kMultiplierOffset));
-    };
-    interleave_pairs(scaled(word), scaled(shift_right<4>(word)), low, high);
-    store(to + 32 * c, low), store(to + 32 * c + 16, high);
   }
 }
 
