@@ -107,6 +107,25 @@ def test_first_and_last_numbers_of_rows_of_key_tiles(name):
         check(case, sliding_window=333, soft_cap=20.0)
 
 
+@pytest.mark.parametrize("window", [1, 12, 28, 29, 88, 89, 92, 96, 184, 185, 300])
+def test_numbers_of_exact_keys_of_key_tiles(window):
+    """They are attended to 96 at a time, in blocks of 16: 8 more than the window here."""
+    config = tt.preset("k4v4u", 128, recent_window=window)
+    for dtype in HALVES:
+        case = build(
+            config,
+            [900, 40, 5],
+            [5] * 3,
+            kv_heads=2,
+            q_heads=8,
+            dtype=dtype,
+            center=True,
+            tail=True,
+        )
+        check(case)
+        check_own(case)
+
+
 @pytest.mark.parametrize("q_len", [1, 5, 20])
 @pytest.mark.parametrize("name", ["k4v4u", "k5v3u", "k8v8", "k4v4", "k3v2"])
 def test_many_keys_that_weigh_the_same(name, q_len):

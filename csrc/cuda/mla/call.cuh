@@ -44,14 +44,17 @@ struct RowPlace {
   int token, head, position;
 };
 
-__device__ __forceinline__ RowPlace place_of_row(const Attention& a, const int sequence, int length, int queries,
+// What these three need of a sequence is read once, and not for each of its rows and keys.
+//   first_query  its first query token
+//   tail, slot   what the exact tail holds of it, and where
+__device__ __forceinline__ RowPlace place_of_row(const Attention& a, int first_query, int length, int queries,
                                                  int index) {
   const int i = quotient(index, a.q_heads);
-  return {a.first_query(sequence) + i, index - i * a.q_heads, length - queries + i};
+  return {first_query + i, index - i * a.q_heads, length - queries + i};
 }
 
-__device__ __forceinline__ RowSight sight_of(const Attention& a, int sequence, int length, int queries, int position) {
-  const Attention::Tail tail = a.tail_of(sequence, length);
+__device__ __forceinline__ RowSight sight_of(const Attention& a, const Attention::Tail& tail, int length, int queries,
+                                             int position) {
   return {position, tail.sinks, a.recent(tail, position, a.new_begin(length, queries))};
 }
 
@@ -59,16 +62,17 @@ __device__ __forceinline__ RowSight sight_of(const Attention& a, int sequence, i
 struct ExactKey {
   const uint8_t *latent, *rope;
 };
-__device__ __forceinline__ ExactKey exact_key(const Latents& x, int sequence, int length, int queries, int position) {
+__device__ __forceinline__ ExactKey exact_key(const Latents& x, int first_query, int slot, int length, int queries,
+                                              int position) {
   const Attention& a = x.a;
   const int size = element_size(a.dtype), new_begin = a.new_begin(length, queries);
   if (position >= new_begin) {
-    const int token = a.first_query(sequence) + position - new_begin;
+    const int token = first_query + position - new_begin;
     return {static_cast<const uint8_t*>(a.new_row(token, 0, false)),
             static_cast<const uint8_t*>(a.new_row(token, 0, true))};
   }
   const int row = format::tail_row(position, a.sink_tokens, a.ring);
-  const int64_t at = format::latent_tail_offset<int64_t>(a.tail_slot(sequence), a.tail_stride, row, x.channels());
+  const int64_t at = format::latent_tail_offset<int64_t>(slot, a.tail_stride, row, x.channels());
   const uint8_t* vector = static_cast<const uint8_t*>(a.tail) + at * size;
   return {vector, vector + int64_t{x.record.latent_dim} * size};
 }

@@ -21,7 +21,7 @@ constexpr int kWeightStride = kExactKeys + 8;
 // Bytes of the ring that it needs.
 inline int exact_bytes(int channels, int rows) {
   const int r = exact_rows(rows);
-  return (kExactKeys + r) * exact_stride(channels) * 2 + 2 * r * kExactKeys * 4 + 2 * r * kWeightStride * 2 + 3 * r * 4;
+  return (kExactKeys + r) * exact_stride(channels) * 2 + 2 * r * kExactKeys * 4 + 2 * r * kWeightStride * 2 + 5 * r * 4;
 }
 
 // Elements are 16 bits of either type; only four functions ask which one it is, so that all other code exists once.
@@ -30,6 +30,7 @@ class ExactKeys {
   static constexpr int kRows = exact_rows(S::kRows), kTiles = kRows / 8;
   static constexpr int kScoreTiles = kExactKeys / 16 * kTiles;     // products of a step of channels
   static constexpr int kParts = kScoreTiles >= S::kWarps ? 1 : 2;  // of the channels, for different warps
+  static constexpr int kLanesOfRow = 8, kRowsAtOnce = 32 / kLanesOfRow, kKeysOfLane = kExactKeys / kLanesOfRow;
   static constexpr int kSumWarps = S::kWarps < 8 ? S::kWarps : 8, kSums = S::kLatent / 16 / kSumWarps;
 
  public:
@@ -99,24 +100,32 @@ class ExactKeys {
     }
     return spoiled;
   }
-  __device__ __forceinline__ RowPlace place(int index) const {
-    const SequenceWork& work = segment_.work;
-    return place_of_row(block_.call.a, segment_.sequence, work.length, work.queries, index);
+  // A warp has rows and keys i, i + kWarps and so on. Its lane k finds where the k-th of them stands.
+  static __device__ __forceinline__ const void* told(const void* address, int k) {
+    return reinterpret_cast<const void*>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(address), k));
   }
-  __device__ __forceinline__ bool exists(int index) const { return index < segment_.work.rows(block_.call.a); }
 
   __device__ __forceinline__ void prepare() {
     const Latents& x = block_.call;
-    for (int r = block_.warp; r < kRows; r += S::kWarps) {
-      const uint16_t *latent = nullptr, *rope = nullptr;
-      if (exists(first_row_ + r)) {
-        const RowPlace row = place(first_row_ + r);
-        latent = static_cast<const uint16_t*>(x.a.q) + row.token * x.a.q_token_stride + row.head * x.a.q_head_stride;
-        rope = static_cast<const uint16_t*>(x.q_rope) + row.token * x.rope_token_stride + row.head * x.rope_head_stride;
+    const SequenceWork& work = segment_.work;
+    const int row = block_.warp + block_.lane * S::kWarps, index = first_row_ + row;
+    const uint16_t *latent = nullptr, *rope = nullptr;
+    if (row < kRows) {
+      int last_seen = -1, coded_end = 0;
+      if (index < work.rows(x.a)) {
+        const RowPlace place = place_of_row(x.a, work.first_query, work.length, work.queries, index);
+        const RowSight sight = sight_of(x.a, work.tail, work.length, work.queries, place.position);
+        last_seen = sight.position, coded_end = sight.end;
+        latent =
+            static_cast<const uint16_t*>(x.a.q) + place.token * x.a.q_token_stride + place.head * x.a.q_head_stride;
+        rope = static_cast<const uint16_t*>(x.q_rope) + place.token * x.rope_token_stride +
+               place.head * x.rope_head_stride;
       }
-      copy(queries_ + r * stride_, latent, rope);
+      maximum(row) = -INFINITY, total(row) = 0, last_of(row) = last_seen, coded_end_of(row) = coded_end;
     }
-    for (int i = threadIdx.x; i < kRows; i += S::kThreads) maximum(i) = -INFINITY, total(i) = 0;
+    for (int k = 0, r = block_.warp; r < kRows; ++k, r += S::kWarps) {
+      copy(queries_ + r * stride_, told(latent, k), told(rope, k));
+    }
 #pragma unroll
     for (int b = 0; b < kSums; ++b) {
 #pragma unroll
@@ -126,12 +135,14 @@ class ExactKeys {
 
   __device__ __forceinline__ void copy_keys(int first) const {
     const SequenceWork& work = segment_.work;
-    for (int i = block_.warp; i < kExactKeys; i += S::kWarps) {
-      ExactKey key{};
-      if (first + i < end_) {
-        key = exact_key(block_.call, segment_.sequence, work.length, work.queries, work.exact_key(first + i));
-      }
-      copy(keys_ + i * stride_, key.latent, key.rope);
+    const int mine = block_.warp + block_.lane * S::kWarps;
+    ExactKey key{};
+    if (mine < kExactKeys && first + mine < end_) {
+      key = exact_key(block_.call, work.first_query, work.tail.slot, work.length, work.queries,
+                      work.exact_key(first + mine));
+    }
+    for (int k = 0, i = block_.warp; i < kExactKeys; ++k, i += S::kWarps) {
+      copy(keys_ + i * stride_, told(key.latent, k), told(key.rope, k));
     }
   }
   __device__ __forceinline__ bool spoiled_keys() const {
@@ -162,35 +173,35 @@ class ExactKeys {
     }
   }
 
-  // A warp for a row, a lane for a key.
+  // Eight lanes for a row, each of which has every eighth key.
   __device__ __forceinline__ void weigh(int first) const {
-    const Attention& a = block_.call.a;
     const SequenceWork& work = segment_.work;
-    for (int r = block_.warp; r < kRows; r += S::kWarps) {
-      float x = 0;
-#pragma unroll
-      for (int p = 0; p < kParts; ++p) x += scores_[(p * kRows + r) * kExactKeys + block_.lane];
-      x *= a.softmax_scale * kLog2E;
-      bool sees = exists(first_row_ + r) && first + block_.lane < end_;
-      if (sees) {
-        const RowSight sight =
-            sight_of(a, segment_.sequence, work.length, work.queries, place(first_row_ + r).position);
-        const int key = work.exact_key(first + block_.lane);
-        sees = key <= sight.position && (key < work.sinks || key >= sight.end);
-      }
-      float top = sees ? x : -INFINITY;
-#pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, bit));
+    const int own = block_.lane % kLanesOfRow;
+#pragma unroll 1
+    for (int r = block_.warp * kRowsAtOnce + block_.lane / kLanesOfRow; r < kRows; r += S::kWarps * kRowsAtOnce) {
+      const int last_seen = last_of(r), coded_end = coded_end_of(r);
       const float before = maximum(r);
-      top = fmaxf(top, before);
-      const float p = sees ? exp2_fast(x - (top == -INFINITY ? 0 : top)) : 0;
-      float sum = p;
+      float x[kKeysOfLane], top = before, sum = 0;
 #pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
-      uint16_t* to = weights_ + r * kWeightStride + block_.lane;
-      to[0] = element(p), to[kRows * kWeightStride] = element(p - number(to[0]));
-      __syncwarp();
-      if (block_.lane == 0) {
+      for (int n = 0; n < kKeysOfLane; ++n) {
+        const int i = own + n * kLanesOfRow, key = work.exact_key(first + i);
+        const bool sees = first + i < end_ && key <= last_seen && (key < work.sinks || key >= coded_end);
+        x[n] = 0;
+#pragma unroll
+        for (int p = 0; p < kParts; ++p) x[n] += scores_[(p * kRows + r) * kExactKeys + i];
+        x[n] = sees ? x[n] * (block_.call.a.softmax_scale * kLog2E) : -INFINITY, top = fmaxf(top, x[n]);
+      }
+#pragma unroll
+      for (int bit = 1; bit < kLanesOfRow; bit *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, bit));
+#pragma unroll
+      for (int n = 0; n < kKeysOfLane; ++n) {
+        const float p = exp2_fast(x[n] - (top == -INFINITY ? 0 : top));
+        uint16_t* to = weights_ + r * kWeightStride + own + n * kLanesOfRow;
+        to[0] = element(p), to[kRows * kWeightStride] = element(p - number(to[0])), sum += p;
+      }
+#pragma unroll
+      for (int bit = 1; bit < kLanesOfRow; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
+      if (own == 0) {
         const float by = weight_of(before, top);
         maximum(r) = top, total(r) = total(r) * by + sum, factor(r) = by;
       }
@@ -299,6 +310,9 @@ class ExactKeys {
   __device__ __forceinline__ float& maximum(int r) const { return state_[r]; }
   __device__ __forceinline__ float& total(int r) const { return state_[kRows + r]; }
   __device__ __forceinline__ float& factor(int r) const { return state_[2 * kRows + r]; }
+  // The last key that a row sees (-1: there is no such row), and the end of those that it sees from codes.
+  __device__ __forceinline__ int& last_of(int r) const { return reinterpret_cast<int*>(state_)[3 * kRows + r]; }
+  __device__ __forceinline__ int& coded_end_of(int r) const { return reinterpret_cast<int*>(state_)[4 * kRows + r]; }
 
   const BlockView block_;
   const Segment segment_;
@@ -308,7 +322,7 @@ class ExactKeys {
   uint16_t *keys_, *queries_;  // [32, stride], [kRows, stride]
   float* scores_;              // [2, kRows, 32]
   uint16_t* weights_;          // [2, kRows, kWeightStride]: weights, and what rounding has left of them
-  float* state_;               // [3, kRows]
+  float* state_;               // [5, kRows]
   float sums_[kSums][4 * kTiles];
 };
 

@@ -38,7 +38,8 @@ class GeneralBlock {
                                           int first_row)
       : x_(x), a_(x.a), shape_(shape), stride_(stride_of(x.channels())), memory_(shared, stride_),
         warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), sequence_(sequence), length_(a_.length(sequence_)),
-        queries_(a_.num_queries(sequence_)), first_row_(first_row) {}
+        queries_(a_.num_queries(sequence_)), first_query_(a_.first_query(sequence_)), first_row_(first_row),
+        tail_(a_.tail_of(sequence_, length_)) {}
 
   __device__ __forceinline__ void run() {
     const int rows = queries_ * a_.q_heads;
@@ -56,18 +57,17 @@ class GeneralBlock {
     attend(true, first.first, max(last.end, first.end));
     if (x_.signs || a_.channels.center) leave_codes();
     load_queries(false);
-    const Attention::Tail tail = a_.tail_of(sequence_, length_);
-    if (tail.sinks > 0) attend(false, 0, min(tail.sinks, length_));
-    if (tail.any() || a_.new_keys) attend(false, max(min(first.end, last.end), min(tail.sinks, length_)), length_);
+    if (tail_.sinks > 0) attend(false, 0, min(tail_.sinks, length_));
+    if (tail_.any() || a_.new_keys) attend(false, max(min(first.end, last.end), min(tail_.sinks, length_)), length_);
     write();
   }
 
  private:
   __device__ __forceinline__ RowPlace place(int r) const {
-    return place_of_row(a_, sequence_, length_, queries_, first_row_ + r);
+    return place_of_row(a_, first_query_, length_, queries_, first_row_ + r);
   }
   __device__ __forceinline__ RowSight sight(int r) const {
-    return sight_of(a_, sequence_, length_, queries_, place(r).position);
+    return sight_of(a_, tail_, length_, queries_, place(r).position);
   }
 
   // Queries as they came, or for codes: times inverse, rotated. A warp for a row.
@@ -156,7 +156,7 @@ class GeneralBlock {
   }
 
   __device__ __forceinline__ void load_exact(float* y, int position) const {
-    const ExactKey key = exact_key(x_, sequence_, length_, queries_, position);
+    const ExactKey key = exact_key(x_, first_query_, tail_.slot, length_, queries_, position);
     const int r = x_.record.latent_dim;
     for (int c = lane_; c < r; c += 32) y[c] = load_float(key.latent, a_.dtype, c);
     for (int c = lane_; c < x_.record.rope_dim; c += 32) y[r + c] = load_float(key.rope, a_.dtype, c);
@@ -177,7 +177,7 @@ class GeneralBlock {
       const RowSight s = sight(row);
       const int position = first + key;
       sees = coded ? position >= s.first && position < s.end
-                   : position <= s.position && (position < a_.tail_of(sequence_, length_).sinks || position >= s.end);
+                   : position <= s.position && (position < tail_.sinks || position >= s.end);
     }
     memory_.scores[pair] = sees ? x : -INFINITY;
   }
@@ -280,7 +280,8 @@ class GeneralBlock {
   const GenericShape& shape_;
   const int stride_;
   const Memory memory_;
-  const int warp_, lane_, sequence_, length_, queries_, first_row_;
+  const int warp_, lane_, sequence_, length_, queries_, first_query_, first_row_;
+  const Attention::Tail tail_;
   int rows_ = 0;
   float center_ = 0;  // thread r: the center's product with row r
   float sums_[kRows][kOwn];

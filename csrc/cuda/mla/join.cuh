@@ -128,7 +128,8 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Segm
     row.template add_all<2>(0, 1, shared.exact_blocks(), block.lane, [&](int i) {
       return part_of<S>(block.plan, shared.exact + i, shared.part_of_exact(shared.exact + i)) + r * S::kPart;
     });
-    const RowPlace place = place_of_row(x.a, segment.sequence, segment.work.length, segment.work.queries, index);
+    const RowPlace place =
+        place_of_row(x.a, segment.work.first_query, segment.work.length, segment.work.queries, index);
     row.write(x.a, int64_t{place.token} * x.a.q_heads + place.head, block.lane);
   }
 }
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(32 * kJoinWarps, 3)
   row.template add_all<2>(0, 1, parts.shared.blocks, lane, [&](int i) { return parts.codes(i); });
   row.rotate_back(x, lane);
   row.template add_all<2>(0, 1, parts.shared.exact_blocks(), lane, [&](int i) { return parts.exact(i); });
-  const RowPlace place = place_of_row(a, sequence, a.length(sequence), queries, index);
+  const RowPlace place = place_of_row(a, a.first_query(sequence), a.length(sequence), queries, index);
   row.write(a, int64_t{place.token} * a.q_heads + place.head, lane);
 #endif
 }
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
   row.add(Row::read_shared(blocks > 1 ? sums[0] : sum, lane));
   row.rotate_back(x, lane);
   row.add(Row::read_shared(exact, lane));
-  const RowPlace place = place_of_row(a, sequence, a.length(sequence), queries, index);
+  const RowPlace place = place_of_row(a, a.first_query(sequence), a.length(sequence), queries, index);
   row.write(a, int64_t{place.token} * a.q_heads + place.head, lane);
 #endif
 }

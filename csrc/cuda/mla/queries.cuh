@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(32 * kImageRows)
   if (block * rows >= all_rows) return;
   const int row = tile * kImageRows + warp, index = block * rows + row;
   const bool exists = index < all_rows;
-  const RowPlace place = place_of_row(a, sequence, length, queries, exists ? index : 0);
+  const RowPlace place = place_of_row(a, a.first_query(sequence), length, queries, exists ? index : 0);
 
   float y[kPerLane] = {}, center = 0;
   uint16_t rope[2] = {};
@@ -164,7 +164,8 @@ __global__ void __launch_bounds__(32 * kImageRows)
     const Kind kind = plan.kind;
     const float step = plan.half_queries ? 1 : level_step(kind), offset = plan.half_queries ? 0 : level_offset(kind);
     const float scale = step * format::kLevelUnit * (most <= kLeastQuery ? 0 : most / largest);
-    const RowSight sight = exists ? sight_of(a, sequence, length, queries, place.position) : RowSight{};
+    const RowSight sight =
+        exists ? sight_of(a, a.tail_of(sequence, length), length, queries, place.position) : RowSight{};
     table.scale[row] = scale;
     table.start[row] = sum * (-offset / step) * scale;
     table.shift[row] = center * (a.softmax_scale * kLog2E);

@@ -1,7 +1,9 @@
 // Attention to a segment's exact keys, those of the tail and the call's own: after its codes, by all warps of the
-// blocks that have such units, 32 keys at a time and 32 rows. Its sums are rotated row by row, as values were, and
-// added to the partial result of the codes. Weights are sums of two elements of the tensors' type, so that they keep 16
-// bits.
+// blocks that have such units. Its sums are rotated row by row, as values were, and added to the partial result of the
+// codes. Weights are sums of two elements of the tensors' type, so that they keep 16 bits.
+//
+// Most of its time passes while warps wait: for keys, for exchanges between lanes, and at barriers. So all exact keys
+// that a segment usually has are attended to at once, and a warp has four rows or twelve keys under way at a time.
 #pragma once
 
 #include "cuda/attention/key_tiles/shape.cuh"
@@ -11,25 +13,31 @@
 
 namespace turboquant::cuda::key_tiles {
 
-constexpr int kExactKeys = 32, kExactRows = 32;  // at a time
+constexpr int kExactKeys = 96, kExactRows = 32;  // at a time: a window of 64 tokens, sinks and drafts
 
 // Elements from one key, value or query to the next: eight neighbours' words for one ldmatrix are in different banks.
 __host__ __device__ constexpr int exact_stride(int channels) { return channels + 8; }
-constexpr int kWeightStride = kExactKeys + 8;
+// From one row's scores or weights to the next one's, so that eight words of four rows are in different banks, and four
+// words of eight rows of weights.
+constexpr int kScoreStride = kExactKeys + 8, kWeightStride = kExactKeys + 8;
 
 // Bytes of shared memory that it needs.
 constexpr int exact_bytes(int d) {
-  return (2 * kExactKeys + kExactRows) * exact_stride(d) * 2 + kExactRows * kExactKeys * 4 +
-         2 * kExactRows * kWeightStride * 2 + 3 * kExactRows * 4;
+  return (2 * kExactKeys + kExactRows) * exact_stride(d) * 2 + kExactRows * kScoreStride * 4 + 5 * kExactRows * 4;
 }
 
 // Elements are 16 bits of either type; only four functions ask which one it is, so that all other code exists once.
 template <class S>
 class ExactKeys {
   static constexpr int kD = S::kDim, kTiles = kExactRows / 8, kStride = exact_stride(kD);
+  static constexpr int kRowsOfWarp = kExactRows / kWarps, kKeysOfWarp = kExactKeys / kWarps;
+  static constexpr int kLanesOfRow = 32 / kRowsOfWarp;
   using Rows = split_kv::QueryRows<S::kDim, S::kRows>;
-  static_assert(kExactKeys / 16 * kTiles == kWarps && kD == 16 * kWarps);
-  static_assert(kExactRows * kD * 4 <= 2 * kExactKeys * kStride * 2);  // sums take the place of keys and values
+  static_assert(S::kRows <= kExactRows && kD == 16 * kWarps);
+  static_assert(kD == 8 * 16 && kKeysOfWarp <= 16 && kRowsOfWarp % 2 == 0);  // half a warp copies a vector
+  // Weights take the place of keys, sums that of keys and values.
+  static_assert(2 * kExactRows * kWeightStride <= kExactKeys * kStride &&
+                kExactRows * kD * 2 <= 2 * kExactKeys * kStride);
 
  public:
   __device__ __forceinline__ ExactKeys(const View& block, const Rows& rows, const Segment& segment)
@@ -38,155 +46,184 @@ class ExactKeys {
     values_ = keys_ + kExactKeys * kStride;
     queries_ = values_ + kExactKeys * kStride;
     scores_ = reinterpret_cast<float*>(queries_ + kExactRows * kStride);
-    weights_ = reinterpret_cast<uint16_t*>(scores_ + kExactRows * kExactKeys);
-    state_ = reinterpret_cast<float*>(weights_ + 2 * kExactRows * kWeightStride);
+    state_ = scores_ + kExactRows * kScoreStride;
   }
 
   // Adds exact keys [begin, end) of the segment to `part`, [ROWS, kPart].
   __device__ __forceinline__ void attend(int begin, int end, float* part) {
-    end_ = end;
+    prepare();
 #pragma unroll 1
-    for (int first = 0; first < S::kRows; first += kExactRows) {
-      first_ = first;
-      prepare();
-#pragma unroll 1
-      for (int key = begin; key < end; key += kExactKeys) {
-        copy_keys(key);
-        wait_for_copies();  // of queries, too
-        const bool spoiled = __syncthreads_or(spoiled_values());
-        multiply_keys();
-        __syncthreads();
-        weigh(key);
-        __syncthreads();
-        rescale();
-        if (spoiled) {
-          sum_seen();
-        } else {
-          multiply_values();
-        }
-        __syncthreads();
-      }
-      leave();
+    for (int key = begin; key < end; key += kExactKeys) {
+      first_ = key, count_ = min(end - key, kExactKeys), blocks_ = (count_ + 15) / 16;
+      copy_keys();
+      wait_for_copies();  // of queries, too
+      const bool spoiled = __syncthreads_or(spoiled_values());
+      multiply_keys();
       __syncthreads();
-      add_to(part);
+      weigh();
+      __syncthreads();
+      rescale();
+      if (spoiled) {
+        sum_seen();
+      } else {
+        multiply_values();
+      }
       __syncthreads();
     }
+    leave();
+    __syncthreads();
+    add_to(part);
+    __syncthreads();
   }
 
  private:
-  // Starts to copy a vector, by one warp; null: zeros.
-  __device__ __forceinline__ void copy(uint16_t* to, const void* from) const {
-    if (block_.lane >= kD / 8) return;
-    const int i = block_.lane;
-    copy_or_clear(to + 8 * i, from ? static_cast<const uint4*>(from) + i : block_.call.q, from != nullptr);
+  // A warp has rows and keys i, i + 8, i + 16 and so on. Its lane k finds the k-th of them, and half a warp copies it.
+  __device__ __forceinline__ int of_warp(int k) const { return block_.warp + k * kWarps; }
+  __device__ __forceinline__ int lane_of_half() const { return block_.lane % 16; }
+
+  // Starts to copy a vector, by half a warp; null: zeros.
+  __device__ __forceinline__ void copy(uint16_t* to, const uint16_t* from) const {
+    const int at = 8 * lane_of_half();
+    copy_or_clear(to + at, from ? from + at : block_.call.q, from != nullptr);
   }
   // Queries may begin anywhere.
   __device__ __forceinline__ void copy_query(uint16_t* to, const uint16_t* from) const {
     if (from == nullptr || reinterpret_cast<uint64_t>(from) % 16 == 0) return copy(to, from);
-#pragma unroll
-    for (int i = block_.lane; i < kD; i += 32) to[i] = from[i];
+#pragma unroll 1
+    for (int i = lane_of_half(); i < kD; i += 16) to[i] = from[i];
+  }
+  // The address that lane `k` knows.
+  static __device__ __forceinline__ const uint16_t* told(const uint16_t* address, int k) {
+    return reinterpret_cast<const uint16_t*>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(address), k));
   }
 
   __device__ __forceinline__ void prepare() {
     const Attention& a = block_.call;
-    for (int r = block_.warp; r < kExactRows; r += kWarps) {
-      split_kv::RowPlace place;
-      const uint16_t* query = nullptr;
-      if (rows_.find(segment_, first_ + r, place)) {
-        query = static_cast<const uint16_t*>(a.q) + place.token * a.q_token_stride + place.head * a.q_head_stride;
-      }
-      copy_query(queries_ + r * kStride, query);
+    const int row = of_warp(block_.lane % kRowsOfWarp);
+    const uint16_t* query = nullptr;
+    int first_seen = 0, last_seen = -1;
+    split_kv::RowPlace place;
+    if (rows_.find(segment_, row, place)) {
+      query = static_cast<const uint16_t*>(a.q) + place.token * a.q_token_stride + place.head * a.q_head_stride;
+      first_seen = a.first_visible(place.position), last_seen = place.position;
     }
-    for (int i = threadIdx.x; i < kExactRows; i += kThreads) maximum(i) = -INFINITY, total(i) = 0;
+    if (block_.lane < kRowsOfWarp) {
+      maximum(row) = -INFINITY, total(row) = 0, first_of(row) = first_seen, last_of(row) = last_seen;
+    }
+#pragma unroll
+    for (int k = 0; k < kRowsOfWarp; k += 2) {
+      const int mine = k + block_.lane / 16;
+      copy_query(queries_ + of_warp(mine) * kStride, told(query, mine));
+    }
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) sums_[i] = 0;
   }
 
-  __device__ __forceinline__ void copy_keys(int first) const {
+  // The first half of a warp copies keys, the other one their values.
+  __device__ __forceinline__ void copy_keys() const {
     const Attention& a = block_.call;
     const SequenceWork& work = segment_.work;
-    const int new_begin = a.new_begin(work.length, work.queries);
-    for (int i = block_.warp; i < kExactKeys; i += kWarps) {
-      const void *key = nullptr, *value = nullptr;
-      if (first + i < end_) {
-        const int position = work.exact_key(first + i);
-        if (position >= new_begin) {
-          const int64_t token = work.first_query + position - new_begin;
-          key = a.new_row(token, segment_.head, false), value = a.new_row(token, segment_.head, true);
-        } else {
-          const int rows = a.sink_tokens + a.ring, row = format::tail_row(position, a.sink_tokens, a.ring);
-          const int64_t at =
-              format::tail_offset<int64_t>(work.tail.slot, a.tail_stride, segment_.head, row, rows, int64_t{kD}, 0);
-          key = static_cast<const uint16_t*>(a.tail) + at, value = static_cast<const uint16_t*>(key) + kD;
-        }
+    const bool is_value = block_.lane >= 16;
+    const int i = of_warp(lane_of_half());
+    const uint16_t* from = nullptr;
+    if (i < count_) {
+      const int position = work.exact_key(first_ + i), new_begin = a.new_begin(work.length, work.queries);
+      if (position >= new_begin) {
+        const int64_t token = work.first_query + position - new_begin;
+        from = static_cast<const uint16_t*>(a.new_row(token, segment_.head, is_value));
+      } else {
+        const int rows = a.sink_tokens + a.ring, row = format::tail_row(position, a.sink_tokens, a.ring);
+        from = static_cast<const uint16_t*>(a.tail) + (is_value ? kD : 0) +
+               format::tail_offset<int64_t>(work.tail.slot, a.tail_stride, segment_.head, row, rows, int64_t{kD}, 0);
       }
-      copy(keys_ + i * kStride, key), copy(values_ + i * kStride, value);
     }
+    uint16_t* to = is_value ? values_ : keys_;
+#pragma unroll 2
+    for (int k = 0; k < 2 * blocks_; ++k) copy(to + of_warp(k) * kStride, told(from, block_.lane / 16 * 16 + k));
   }
-  // Whether a channel of the values that the warp has copied is infinite or NaN.
+  // Whether a channel of the values that the lane has copied is infinite or NaN.
   __device__ __forceinline__ bool spoiled_values() const {
+    if (block_.lane < 16) return false;
     const uint32_t exponent = wide() ? 0x7F80 : 0x7C00;
     bool spoiled = false;
-    for (int r = block_.warp; r < kExactKeys; r += kWarps) {
-      const uint2 x = *reinterpret_cast<const uint2*>(values_ + r * kStride + 4 * block_.lane);
-      const uint32_t word[2] = {x.x, x.y};
+#pragma unroll 2
+    for (int k = 0; k < 2 * blocks_; ++k) {
+      const uint4 x = *reinterpret_cast<const uint4*>(values_ + of_warp(k) * kStride + 8 * lane_of_half());
+      const uint32_t word[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        spoiled |= (word[k] & exponent) == exponent || (word[k] >> 16 & exponent) == exponent;
+      for (int n = 0; n < 4; ++n) {
+        spoiled |= (word[n] & exponent) == exponent || (word[n] >> 16 & exponent) == exponent;
       }
     }
     return spoiled;
   }
 
-  // scores_[row][key]: a warp has 16 keys and eight rows.
+  // scores_[row][key]: a warp has eight rows and every other block of 16 keys.
   __device__ __forceinline__ void multiply_keys() const {
-    const int lane = block_.lane, tile = block_.warp % kTiles, half = block_.warp / kTiles;
-    const uint16_t* keys = keys_ + (half * 16 + lane % 16) * kStride + lane / 16 * 8;
+    constexpr int kEvery = kWarps / kTiles, kBlocks = kExactKeys / 16 / kEvery;
+    const int lane = block_.lane, tile = block_.warp % kTiles, block = block_.warp / kTiles;
+    const uint16_t* keys = keys_ + (block * 16 + lane % 16) * kStride + lane / 16 * 8;
     const uint16_t* queries = queries_ + (tile * 8 + lane % 8) * kStride + lane / 8 * 8;
-    float d[2][4] = {};
-#pragma unroll 2
+    float d[kBlocks][4] = {};
+#pragma unroll 1
     for (int s = 0; s < kD / 16; s += 2) {
       const uint4 q = load_tiles(queries + s * 16);
-      multiply(d[0], load_tiles(keys + s * 16), q.x, q.y);
-      multiply(d[1], load_tiles(keys + (s + 1) * 16), q.z, q.w);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        if (block + b * kEvery >= blocks_) continue;
+        const uint16_t* at = keys + b * kEvery * 16 * kStride + s * 16;
+        multiply(d[b], load_tiles(at), q.x, q.y);
+        multiply(d[b], load_tiles(at + 16), q.z, q.w);
+      }
     }
-    float* to = scores_ + (tile * 8 + 2 * block_.t) * kExactKeys + half * 16 + block_.g;
-    to[0] = d[0][0] + d[1][0], to[kExactKeys] = d[0][1] + d[1][1];
-    to[8] = d[0][2] + d[1][2], to[kExactKeys + 8] = d[0][3] + d[1][3];
+    float* to = scores_ + (tile * 8 + 2 * block_.t) * kScoreStride + block * 16 + block_.g;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b, to += kEvery * 16) {
+      to[0] = d[b][0], to[kScoreStride] = d[b][1];
+      to[8] = d[b][2], to[kScoreStride + 8] = d[b][3];
+    }
   }
 
-  // A warp for a row, a lane for a key.
-  __device__ __forceinline__ void weigh(int first) const {
+  // The upper or the lower parts of a row's weights, in place of keys.
+  __device__ __forceinline__ uint16_t* weights_of(int row, int part) const {
+    return keys_ + (part * kExactRows + row) * kWeightStride;
+  }
+
+  // Eight lanes for a row, each of which has every eighth key.
+  __device__ __forceinline__ void weigh() const {
     const Attention& a = block_.call;
     const SequenceWork& work = segment_.work;
-    for (int r = block_.warp; r < kExactRows; r += kWarps) {
-      float x = scores_[r * kExactKeys + block_.lane] * a.softmax_scale;
+    const int row = block_.warp * kRowsOfWarp + block_.lane / kLanesOfRow, keys = 16 * blocks_;
+    const int first_seen = first_of(row), last_seen = last_of(row), coded_end = row < S::kRows ? table_.end[row] : 0;
+    float* scores = scores_ + row * kScoreStride;
+    float top = -INFINITY;
+#pragma unroll 2
+    for (int i = block_.lane % kLanesOfRow; i < keys; i += kLanesOfRow) {
+      const int key = work.exact_key(first_ + i);
+      const bool sees = i < count_ && key >= first_seen && key <= last_seen && (key < work.sinks || key >= coded_end);
+      float x = scores[i] * a.softmax_scale;
       if (a.soft_cap > 0) x = a.soft_cap * tanh_fast(__fdividef(x, a.soft_cap));
-      x *= kLog2E;
-      split_kv::RowPlace place;
-      bool sees = rows_.find(segment_, first_ + r, place) && first + block_.lane < end_;
-      if (sees) {
-        const int key = work.exact_key(first + block_.lane);
-        sees = key >= a.first_visible(place.position) && key <= place.position &&
-               (key < work.sinks || key >= table_.end[first_ + r]);
-      }
-      float top = sees ? x : -INFINITY;
+      x = sees ? x * kLog2E : -INFINITY;
+      scores[i] = x, top = fmaxf(top, x);
+    }
+    const float before = maximum(row);
+    top = fmaxf(top, before);
 #pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, bit));
-      const float before = maximum(r);
-      top = fmaxf(top, before);
-      const float p = sees ? exp2_fast(x - (top == -INFINITY ? 0 : top)) : 0;
-      float sum = p;
+    for (int bit = 1; bit < kLanesOfRow; bit *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, bit));
+    const float base = top == -INFINITY ? 0 : top;
+    float sum = 0;
+#pragma unroll 2
+    for (int i = block_.lane % kLanesOfRow; i < keys; i += kLanesOfRow) {
+      const float p = exp2_fast(scores[i] - base);
+      const uint16_t upper = element(p);
+      sum += p, weights_of(row, 0)[i] = upper, weights_of(row, 1)[i] = element(p - number(upper));
+    }
 #pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
-      uint16_t* to = weights_ + r * kWeightStride + block_.lane;
-      to[0] = element(p), to[kExactRows * kWeightStride] = element(p - number(to[0]));
-      __syncwarp();
-      if (block_.lane == 0) {
-        const float by = weight_of(before, top);
-        // A row of which every key is NaN has a maximum, too, so that its NaN counts.
-        maximum(r) = top == -INFINITY && sum != 0 ? 0 : top, total(r) = total(r) * by + sum, factor(r) = by;
-      }
+    for (int bit = 1; bit < kLanesOfRow; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
+    if (block_.lane % kLanesOfRow == 0) {
+      const float by = weight_of(before, top);
+      // A row of which every key is NaN has a maximum, too, so that its NaN counts.
+      maximum(row) = top == -INFINITY && sum != 0 ? 0 : top, total(row) = total(row) * by + sum, factor(row) = by;
     }
   }
 
@@ -206,13 +243,13 @@ class ExactKeys {
   // sees.
   __device__ __forceinline__ void sum_seen() {
 #pragma unroll 1
-    for (int k = 0; k < kExactKeys; ++k) {
+    for (int k = 0; k < count_; ++k) {
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const uint16_t* weight = weights_ + (8 * j + 2 * block_.t + i % 2) * kWeightStride + k;
-          const float p = number(weight[0]) + number(weight[kExactRows * kWeightStride]);
+          const int row = 8 * j + 2 * block_.t + i % 2;
+          const float p = number(weights_of(row, 0)[k]) + number(weights_of(row, 1)[k]);
           if (p == 0) continue;
           sums_[4 * j + i] = fmaf(p, number(values_[k * kStride + channel(i)]), sums_[4 * j + i]);
         }
@@ -223,15 +260,14 @@ class ExactKeys {
   __device__ __forceinline__ void multiply_values() {
     const int lane = block_.lane;
 #pragma unroll 1
-    for (int s = 0; s < kExactKeys / 16; ++s) {
+    for (int s = 0; s < blocks_; ++s) {
       const uint4 v = load_transposed(values_ + (s * 16 + lane % 8 + lane / 16 * 8) * kStride + block_.warp * 16 +
                                       lane / 8 % 2 * 8);
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
-          const uint16_t* weights =
-              weights_ + (part * kExactRows + 8 * j + block_.g) * kWeightStride + s * 16 + 2 * block_.t;
+          const uint16_t* weights = weights_of(8 * j + block_.g, part) + s * 16 + 2 * block_.t;
           multiply(reinterpret_cast<float (&)[4]>(sums_[4 * j]), v, *reinterpret_cast<const uint32_t*>(weights),
                    *reinterpret_cast<const uint32_t*>(weights + 8));
         }
@@ -260,7 +296,7 @@ class ExactKeys {
       for (int i = 0; i < Lanes::kPerLane; ++i) y[i] = sums_of(r)[Lanes::channel(block_.lane, i)];
       Lanes::apply(block_.signs() + kD, block_.lane, y);
       transform<typename Lanes::Rotation>(y, block_.lane);
-      float* row = part + (first_ + r) * S::kPart;
+      float* row = part + r * S::kPart;
       const float top = fmaxf(row[0], maximum(r)), by = weight_of(row[0], top), mine = weight_of(maximum(r), top);
       const float sum = by * row[1] + mine * total(r);
 #pragma unroll
@@ -291,16 +327,19 @@ class ExactKeys {
   __device__ __forceinline__ float& maximum(int r) const { return state_[r]; }
   __device__ __forceinline__ float& total(int r) const { return state_[kExactRows + r]; }
   __device__ __forceinline__ float& factor(int r) const { return state_[2 * kExactRows + r]; }
+  // The first and the last key that a row may see.
+  __device__ __forceinline__ int& first_of(int r) const { return reinterpret_cast<int*>(state_)[3 * kExactRows + r]; }
+  __device__ __forceinline__ int& last_of(int r) const { return reinterpret_cast<int*>(state_)[4 * kExactRows + r]; }
 
   const View block_;
   const Rows rows_;
   const Segment& segment_;
   const RowTable table_;
-  int first_, end_;                      // the first of the 32 rows; the end of the block's exact keys
-  uint16_t *keys_, *values_, *queries_;  // [32, stride] each
-  float* scores_;                        // [32 rows, 32 keys]
-  uint16_t* weights_;                    // [2, 32, kWeightStride]: weights, and what rounding has left of them
-  float* state_;                         // [3, 32]
+  int first_, count_, blocks_;  // the keys that are attended to, and their blocks of 16
+  uint16_t *keys_, *values_;    // [96, stride] each
+  uint16_t* queries_;           // [32, stride]
+  float* scores_;               // [32 rows, kScoreStride]
+  float* state_;                // [5, 32]
   float sums_[4 * kTiles];
 };
 

@@ -46,34 +46,49 @@ class ExactTail {
                                          RunningSoftmax<D, N>& softmax) const {
     // A loop, so that its code exists once (kernel.cuh says why). What registers hold of a row is chosen by branches.
 #pragma unroll 1
-    for (int n = 0; n < N; ++n) {
-      float dot[4] = {}, score[2], top = 0, p[2];
+    for (int n = 0; n < N; n += kAtOnce) {
+      float dot[kAtOnce][4] = {}, score[kAtOnce][2], scale[kAtOnce], most[kAtOnce], top[kAtOnce], p[kAtOnce][2];
+      Visible visible[kAtOnce];
       multiply_keys(rows, n, unit, dot);
-      const float scale = score_scale(block_.call, block_.rows()[4 * n + block_.t]);
-      const Visible visible = scores(rows, segment, unit, n, scale, dot, score);
-      const float most = over_tokens(fmaxf(score[0], score[1]), [](float x, float y) { return fmaxf(x, y); });
-      with_index<0, N>(n, [&](auto i) {
-        if (__any_sync(0xffffffff, (most - softmax.max[i]) * scale > 16)) softmax.template rescale<i>(most, scale);
-        top = softmax.max[i];
-      });
-      uint32_t weight[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        p[h] = score[h] == -INFINITY ? 0 : exp2_fast((score[h] - top) * scale);
-        weight[h] = transposed(split(p[h] * kDown));
+      for (int k = 0; k < kAtOnce; ++k) {
+        scale[k] = score_scale(block_.call, block_.rows()[4 * (n + k) + block_.t]);
+        visible[k] = scores(rows, segment, unit, n + k, scale[k], dot[k], score[k]);
+        most[k] = over_tokens(fmaxf(score[k][0], score[k][1]), [](float x, float y) { return fmaxf(x, y); });
       }
-      float y[2 * X::kTiles];  // channel 8 e + g of row t
+      with_index<0, N / kAtOnce>(n / kAtOnce, [&](auto step) {
+        for_each<kAtOnce>([&](auto k) {
+          constexpr int i = step * kAtOnce + k;
+          if (__any_sync(0xffffffff, (most[k] - softmax.max[i]) * scale[k] > 16)) {
+            softmax.template rescale<i>(most[k], scale[k]);
+          }
+          top[k] = softmax.max[i];
+        });
+      });
+      uint32_t weight[kAtOnce][2];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          p[k][h] = score[k][h] == -INFINITY ? 0 : exp2_fast((score[k][h] - top[k]) * scale[k]);
+          weight[k][h] = transposed(split(p[k][h] * kDown));
+        }
+      }
+      float y[kAtOnce][2 * X::kTiles];  // channel 8 e + g of row t
       multiply_values(unit, visible, weight, y);
       rotate_columns(y);
       // In units of the sums of codes, which Join scales at the end.
       constexpr float kFactor = block_norm(RowLanes<D>::kLog) / (kDown * format::kLevelUnit);
-      with_index<0, N>(n, [&](auto i) {
-        softmax.total[i] += p[0], softmax.total[i] += p[1];
+      with_index<0, N / kAtOnce>(n / kAtOnce, [&](auto step) {
+        for_each<kAtOnce>([&](auto k) {
+          constexpr int i = step * kAtOnce + k;
+          softmax.total[i] += p[k][0], softmax.total[i] += p[k][1];
 #pragma unroll
-        for (int e = 0; e < 2 * X::kTiles; ++e) {
-          const float factor = kFactor * block_.plan.codes.value_inverses[e % 2];
-          softmax.sums[e / 2][i][e % 2] = fmaf(y[e], factor, softmax.sums[e / 2][i][e % 2]);
-        }
+          for (int e = 0; e < 2 * X::kTiles; ++e) {
+            const float factor = kFactor * block_.plan.codes.value_inverses[e % 2];
+            softmax.sums[e / 2][i][e % 2] = fmaf(y[k][e], factor, softmax.sums[e / 2][i][e % 2]);
+          }
+        });
       });
     }
   }
@@ -82,6 +97,9 @@ class ExactTail {
   // What follows from the lane is computed anew here or kept in registers, whichever spills less: the addresses of keys
   // are kept where four groups of rows share them, and then the places of scores are not.
   static constexpr bool kManyRows = N >= 4;
+  // Groups of four rows that are attended to at once, because each waits for exchanges between lanes. Blocks of 16 rows
+  // gained nothing, and sums of more channels leave too few registers.
+  static constexpr int kAtOnce = N == 2 && D <= 128 ? 2 : 1;
   static constexpr float kDown = 1.0f / 16;  // weights go up to 2^16, which is beyond float16
 
   // Which of its keys g and g + 8 the row of each lane sees, as ballots of the warp; hidden: the lane's row does not
@@ -91,16 +109,24 @@ class ExactTail {
     bool hidden;
   };
 
-  // Products of queries 4 n to 4 n + 3 with the keys.
-  __device__ __forceinline__ void multiply_keys(const Rows& rows, int n, const ExactUnit& unit, float (&dot)[4]) const {
+  // Products of the keys with the queries of groups n, n + 1 and so on.
+  __device__ __forceinline__ void multiply_keys(const Rows& rows, int n, const ExactUnit& unit,
+                                                float (&dot)[kAtOnce][4]) const {
     const int lane = kManyRows ? block_.lane : lane_computed_here(block_.lane);
     const uint8_t* query = rows.raw() + ((4 * n + lane % 8 / 2) * D + lane / 8 * 8) * kExactElementBytes;
     const uint8_t* keys = unit.row(lane % 16) + lane / 16 * 8 * kExactElementBytes;
 #pragma unroll
     for (int c = 0; c < D; c += 32) {
-      const uint4 q = load_tiles(query + c * kExactElementBytes);
-      multiply(dot, load_tiles(keys + c * kExactElementBytes), q.x, q.y);
-      if (c + 16 < D) multiply(dot, load_tiles(keys + (c + 16) * kExactElementBytes), q.z, q.w);
+      uint4 q[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) q[k] = load_tiles(query + (4 * k * D + c) * kExactElementBytes);
+      const uint4 key = load_tiles(keys + c * kExactElementBytes);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) multiply(dot[k], key, q[k].x, q[k].y);
+      if (c + 16 >= D) continue;
+      const uint4 next = load_tiles(keys + (c + 16) * kExactElementBytes);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) multiply(dot[k], next, q[k].z, q[k].w);
     }
   }
 
@@ -131,29 +157,37 @@ class ExactTail {
 
   // Sums of weighted values. Weight 0 times an infinite value or a NaN is NaN: where such a value may belong to a key
   // that a row does not see, each row is multiplied once more alone, with keys that it sees in place of the others.
-  __device__ __forceinline__ void multiply_values(const ExactUnit& unit, const Visible& visible,
-                                                  const uint32_t (&weight)[2], float (&y)[2 * X::kTiles]) const {
+  __device__ __forceinline__ void multiply_values(const ExactUnit& unit, const Visible (&visible)[kAtOnce],
+                                                  const uint32_t (&weight)[kAtOnce][2],
+                                                  float (&y)[kAtOnce][2 * X::kTiles]) const {
     const int lane = lane_computed_here(block_.lane);
     const uint8_t* values = unit.row(lane % 8 + lane / 16 * 8) + (D + lane / 8 % 2 * 8) * kExactElementBytes;
 #pragma unroll
     for (int i = 0; i < X::kTiles; ++i) {
-      float d[4] = {};
-      multiply(d, load_transposed(values + 16 * i * kExactElementBytes), weight[0], weight[1]);
-      y[2 * i] = d[0] + d[1], y[2 * i + 1] = d[2] + d[3];
+      const uint4 tile = load_transposed(values + 16 * i * kExactElementBytes);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        float d[4] = {};
+        multiply(d, tile, weight[k][0], weight[k][1]);
+        y[k][2 * i] = d[0] + d[1], y[k][2 * i + 1] = d[2] + d[3];
+      }
     }
-    if (!__any_sync(0xffffffff, visible.hidden)) return;
-    float spoiled = 0;  // stays 0 if all sums are finite
 #pragma unroll
-    for (int e = 0; e < 2 * X::kTiles; ++e) spoiled = fmaf(y[e], 0, spoiled);
-    if (!__any_sync(0xffffffff, spoiled != 0)) return;
-    float* scratch = block_.join() + block_.warp * D;  // free until Join::warps, which waits for all warps
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (!__any_sync(0xffffffff, visible[k].hidden)) continue;
+      float spoiled = 0;  // stays 0 if all sums are finite
+#pragma unroll
+      for (int e = 0; e < 2 * X::kTiles; ++e) spoiled = fmaf(y[k][e], 0, spoiled);
+      if (!__any_sync(0xffffffff, spoiled != 0)) continue;
+      float* scratch = block_.join() + block_.warp * D;  // free until Join::warps, which waits for all warps
 #pragma unroll 1
-    for (int r = 0; r < 4; ++r) {
-      __syncwarp();
-      multiply_alone(r, unit, visible, weight, scratch);
-      __syncwarp();
+      for (int r = 0; r < 4; ++r) {
+        __syncwarp();
+        multiply_alone(r, unit, visible[k], weight[k], scratch);
+        __syncwarp();
 #pragma unroll
-      for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = lane % 4 == r ? scratch[8 * e + lane / 4] : y[e];
+        for (int e = 0; e < 2 * X::kTiles; ++e) y[k][e] = lane % 4 == r ? scratch[8 * e + lane / 4] : y[k][e];
+      }
     }
   }
 
@@ -178,18 +212,30 @@ class ExactTail {
 
   // Rotates the columns of a product's output as values were rotated, without the factor 1 / sqrt(n). y: channel 8 e +
   // g of row t.
-  __device__ __forceinline__ void rotate_columns(float (&y)[2 * X::kTiles]) const {
+  __device__ __forceinline__ void rotate_columns(float (&y)[kAtOnce][2 * X::kTiles]) const {
     using Columns = HadamardTraits<RowLanes<D>::kSplit.blocks, RowLanes<D>::kLog, 8, 1>;
 #pragma unroll
-    for (int e = 0; e < 2 * X::kTiles; ++e) y[e] *= block_.signs()[D + 8 * e + block_.g];
+    for (int e = 0; e < 2 * X::kTiles; ++e) {
+      const float sign = block_.signs()[D + 8 * e + block_.g];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) y[k][e] *= sign;
+    }
 #pragma unroll
     for (int bit = 1; bit < 8; bit *= 2) {
       const float side = block_.g & bit ? -1.0f : 1.0f;
 #pragma unroll
-      for (int e = 0; e < 2 * X::kTiles; ++e) y[e] = fmaf(side, y[e], __shfl_xor_sync(0xffffffff, y[e], 4 * bit));
+      for (int e = 0; e < 2 * X::kTiles; ++e) {
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          y[k][e] = fmaf(side, y[k][e], __shfl_xor_sync(0xffffffff, y[k][e], 4 * bit));
+        }
+      }
     }
-    lane_butterflies<1, Columns::kChunks>(y);
-    mix_blocks<Columns>(y);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      lane_butterflies<1, Columns::kChunks>(y[k]);
+      mix_blocks<Columns>(y[k]);
+    }
   }
 
   // The output of row r of the product, over the keys that it sees only, to scratch [D].
