@@ -4,9 +4,8 @@
 // bits.
 #pragma once
 
+#include "cuda/attention/exact_keys.cuh"
 #include "cuda/attention/softmax_math.cuh"
-#include "cuda/common/async_copy.cuh"
-#include "cuda/common/mma.cuh"
 #include "cuda/mla/shape.cuh"
 
 namespace turboquant::cuda::mla {
@@ -24,7 +23,6 @@ inline int exact_bytes(int channels, int rows) {
   return (kExactKeys + r) * exact_stride(channels) * 2 + 2 * r * kExactKeys * 4 + 2 * r * kWeightStride * 2 + 5 * r * 4;
 }
 
-// Elements are 16 bits of either type; only four functions ask which one it is, so that all other code exists once.
 template <class S>
 class ExactKeys {
   static constexpr int kRows = exact_rows(S::kRows), kTiles = kRows / 8;
@@ -52,20 +50,9 @@ class ExactKeys {
       prepare();
 #pragma unroll 1
       for (int key = begin; key < end; key += kExactKeys) {
-        copy_keys(key);
-        wait_for_copies();  // of queries, too
-        const bool spoiled = __syncthreads_or(spoiled_keys());
-        multiply_keys();
-        __syncthreads();
-        weigh(key);
-        __syncthreads();
-        rescale();
-        if (spoiled) {
-          sum_seen();
-        } else {
-          multiply_values();
-        }
-        __syncthreads();
+        first_ = key;
+        copy_keys();
+        attend_to_copied(*this);  // queries have been copied, too
       }
       leave(part + first * S::kPart);
       __syncthreads();
@@ -73,6 +60,10 @@ class ExactKeys {
   }
 
  private:
+  friend void attend_to_copied<ExactKeys>(ExactKeys&);
+
+  __device__ __forceinline__ ExactElements elements() const { return {block_.call.a.dtype}; }
+
   // Starts to copy a vector of latent and rotary channels, by one warp; null: zeros.
   __device__ __forceinline__ void copy(uint16_t* to, const void* latent, const void* rope) const {
     constexpr int kWords = S::kLatent / 8;
@@ -87,24 +78,15 @@ class ExactKeys {
   }
   // Whether one of the latent channels that the lane has copied to there is infinite or NaN.
   __device__ __forceinline__ bool is_spoiled(const uint16_t* vector) const {
-    const uint32_t exponent = wide() ? 0x7F80 : 0x7C00;
+    const uint32_t exponent = elements().exponent();
     bool spoiled = false;
 #pragma unroll
     for (int i = block_.lane; i < S::kLatent / 8; i += 32) {
-      const uint4 x = *reinterpret_cast<const uint4*>(vector + 8 * i);
-      const uint32_t word[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        spoiled |= (word[k] & exponent) == exponent || (word[k] >> 16 & exponent) == exponent;
-      }
+      look_for_spoiled(*reinterpret_cast<const uint4*>(vector + 8 * i), exponent, spoiled);
     }
     return spoiled;
   }
   // A warp has rows and keys i, i + kWarps and so on. Its lane k finds where the k-th of them stands.
-  static __device__ __forceinline__ const void* told(const void* address, int k) {
-    return reinterpret_cast<const void*>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(address), k));
-  }
-
   __device__ __forceinline__ void prepare() {
     const Latents& x = block_.call;
     const SequenceWork& work = segment_.work;
@@ -133,19 +115,19 @@ class ExactKeys {
     }
   }
 
-  __device__ __forceinline__ void copy_keys(int first) const {
+  __device__ __forceinline__ void copy_keys() const {
     const SequenceWork& work = segment_.work;
     const int mine = block_.warp + block_.lane * S::kWarps;
     ExactKey key{};
-    if (mine < kExactKeys && first + mine < end_) {
+    if (mine < kExactKeys && first_ + mine < end_) {
       key = exact_key(block_.call, work.first_query, work.tail.slot, work.length, work.queries,
-                      work.exact_key(first + mine));
+                      work.exact_key(first_ + mine));
     }
     for (int k = 0, i = block_.warp; i < kExactKeys; ++k, i += S::kWarps) {
       copy(keys_ + i * stride_, told(key.latent, k), told(key.rope, k));
     }
   }
-  __device__ __forceinline__ bool spoiled_keys() const {
+  __device__ __forceinline__ bool spoiled_values() const {
     bool spoiled = false;
     for (int i = block_.warp; i < kExactKeys; i += S::kWarps) spoiled |= is_spoiled(keys_ + i * stride_);
     return spoiled;
@@ -164,8 +146,8 @@ class ExactKeys {
 #pragma unroll 2
       for (int s = begin; s < end; s += 2) {  // channels are a multiple of 32
         const uint4 q = load_tiles(queries + s * 16);
-        multiply(d[0], load_tiles(keys + s * 16), q.x, q.y);
-        multiply(d[1], load_tiles(keys + (s + 1) * 16), q.z, q.w);
+        elements().multiply(d[0], load_tiles(keys + s * 16), q.x, q.y);
+        elements().multiply(d[1], load_tiles(keys + (s + 1) * 16), q.z, q.w);
       }
       float* to = scores_ + (part * kRows + tile * 8 + 2 * block_.t) * kExactKeys + half * 16 + block_.g;
       to[0] = d[0][0] + d[1][0], to[kExactKeys] = d[0][1] + d[1][1];
@@ -174,7 +156,7 @@ class ExactKeys {
   }
 
   // Eight lanes for a row, each of which has every eighth key.
-  __device__ __forceinline__ void weigh(int first) const {
+  __device__ __forceinline__ void weigh() const {
     const SequenceWork& work = segment_.work;
     const int own = block_.lane % kLanesOfRow;
 #pragma unroll 1
@@ -184,8 +166,8 @@ class ExactKeys {
       float x[kKeysOfLane], top = before, sum = 0;
 #pragma unroll
       for (int n = 0; n < kKeysOfLane; ++n) {
-        const int i = own + n * kLanesOfRow, key = work.exact_key(first + i);
-        const bool sees = first + i < end_ && key <= last_seen && (key < work.sinks || key >= coded_end);
+        const int i = own + n * kLanesOfRow, key = work.exact_key(first_ + i);
+        const bool sees = first_ + i < end_ && key <= last_seen && (key < work.sinks || key >= coded_end);
         x[n] = 0;
 #pragma unroll
         for (int p = 0; p < kParts; ++p) x[n] += scores_[(p * kRows + r) * kExactKeys + i];
@@ -197,7 +179,8 @@ class ExactKeys {
       for (int n = 0; n < kKeysOfLane; ++n) {
         const float p = exp2_fast(x[n] - (top == -INFINITY ? 0 : top));
         uint16_t* to = weights_ + r * kWeightStride + own + n * kLanesOfRow;
-        to[0] = element(p), to[kRows * kWeightStride] = element(p - number(to[0])), sum += p;
+        to[0] = elements().element(p), to[kRows * kWeightStride] = elements().element(p - elements().number(to[0])),
+        sum += p;
       }
 #pragma unroll
       for (int bit = 1; bit < kLanesOfRow; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
@@ -225,8 +208,7 @@ class ExactKeys {
     return (b * kSumWarps + block_.warp) * 16 + block_.g + i / 2 * 8;
   }
 
-  // Weight 0 times an infinite channel or a NaN is NaN: where there is such a channel, a row adds only the keys that it
-  // sees.
+  // Each row adds only the keys that it sees.
   __device__ __forceinline__ void sum_seen() {
     if (block_.warp >= kSumWarps) return;
 #pragma unroll 1
@@ -236,12 +218,12 @@ class ExactKeys {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint16_t* weight = weights_ + (8 * j + 2 * block_.t + i % 2) * kWeightStride + k;
-          const float p = number(weight[0]) + number(weight[kRows * kWeightStride]);
+          const float p = elements().number(weight[0]) + elements().number(weight[kRows * kWeightStride]);
           if (p == 0) continue;
 #pragma unroll
           for (int b = 0; b < kSums; ++b) {
             float& sum = sums_[b][4 * j + i];
-            sum = fmaf(p, number(keys_[k * stride_ + channel(b, i)]), sum);
+            sum = fmaf(p, elements().number(keys_[k * stride_ + channel(b, i)]), sum);
           }
         }
       }
@@ -267,7 +249,7 @@ class ExactKeys {
           const uint32_t high = *reinterpret_cast<const uint32_t*>(weights + 8);
 #pragma unroll
           for (int b = 0; b < kSums; ++b) {
-            multiply(reinterpret_cast<float (&)[4]>(sums_[b][4 * j]), v[b], low, high);
+            elements().multiply(reinterpret_cast<float (&)[4]>(sums_[b][4 * j]), v[b], low, high);
           }
         }
       }
@@ -292,21 +274,6 @@ class ExactKeys {
     }
   }
 
-  __device__ __forceinline__ bool wide() const { return block_.call.a.dtype == Dtype::kBFloat16; }
-  __device__ __forceinline__ void multiply(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) const {
-    if (wide()) {
-      mma_floats<__nv_bfloat16>(d, a, b0, b1);
-    } else {
-      mma_floats<__half>(d, a, b0, b1);
-    }
-  }
-  __device__ __forceinline__ uint16_t element(float x) const {
-    return static_cast<uint16_t>(wide() ? word_of_floats<__nv_bfloat16>(x, 0) : word_of_floats<__half>(x, 0));
-  }
-  __device__ __forceinline__ float number(uint16_t element) const {
-    return wide() ? __uint_as_float(uint32_t{element} << 16) : __half2float(__ushort_as_half(element));
-  }
-
   __device__ __forceinline__ float& maximum(int r) const { return state_[r]; }
   __device__ __forceinline__ float& total(int r) const { return state_[kRows + r]; }
   __device__ __forceinline__ float& factor(int r) const { return state_[2 * kRows + r]; }
@@ -318,7 +285,7 @@ class ExactKeys {
   const Segment segment_;
   const int stride_;
   int first_row_;              // of the sequence's rows
-  int end_;                    // of the block's exact keys
+  int first_, end_;            // the first of the keys that are attended to; the end of the block's exact keys
   uint16_t *keys_, *queries_;  // [32, stride], [kRows, stride]
   float* scores_;              // [2, kRows, 32]
   uint16_t* weights_;          // [2, kRows, kWeightStride]: weights, and what rounding has left of them

@@ -6,10 +6,9 @@
 // that a segment usually has are attended to at once, and a warp has four rows or twelve keys under way at a time.
 #pragma once
 
+#include "cuda/attention/exact_keys.cuh"
 #include "cuda/attention/key_tiles/shape.cuh"
 #include "cuda/attention/softmax_math.cuh"
-#include "cuda/common/async_copy.cuh"
-#include "cuda/common/mma.cuh"
 
 namespace turboquant::cuda::key_tiles {
 
@@ -26,7 +25,6 @@ constexpr int exact_bytes(int d) {
   return (2 * kExactKeys + kExactRows) * exact_stride(d) * 2 + kExactRows * kScoreStride * 4 + 5 * kExactRows * 4;
 }
 
-// Elements are 16 bits of either type; only four functions ask which one it is, so that all other code exists once.
 template <class S>
 class ExactKeys {
   static constexpr int kD = S::kDim, kTiles = kExactRows / 8, kStride = exact_stride(kD);
@@ -56,19 +54,7 @@ class ExactKeys {
     for (int key = begin; key < end; key += kExactKeys) {
       first_ = key, count_ = min(end - key, kExactKeys), blocks_ = (count_ + 15) / 16;
       copy_keys();
-      wait_for_copies();  // of queries, too
-      const bool spoiled = __syncthreads_or(spoiled_values());
-      multiply_keys();
-      __syncthreads();
-      weigh();
-      __syncthreads();
-      rescale();
-      if (spoiled) {
-        sum_seen();
-      } else {
-        multiply_values();
-      }
-      __syncthreads();
+      attend_to_copied(*this);  // queries have been copied, too
     }
     leave();
     __syncthreads();
@@ -77,6 +63,10 @@ class ExactKeys {
   }
 
  private:
+  friend void attend_to_copied<ExactKeys>(ExactKeys&);
+
+  __device__ __forceinline__ ExactElements elements() const { return {block_.call.dtype}; }
+
   // A warp has rows and keys i, i + 8, i + 16 and so on. Its lane k finds the k-th of them, and half a warp copies it.
   __device__ __forceinline__ int of_warp(int k) const { return block_.warp + k * kWarps; }
   __device__ __forceinline__ int lane_of_half() const { return block_.lane % 16; }
@@ -91,10 +81,6 @@ class ExactKeys {
     if (from == nullptr || reinterpret_cast<uint64_t>(from) % 16 == 0) return copy(to, from);
 #pragma unroll 1
     for (int i = lane_of_half(); i < kD; i += 16) to[i] = from[i];
-  }
-  // The address that lane `k` knows.
-  static __device__ __forceinline__ const uint16_t* told(const uint16_t* address, int k) {
-    return reinterpret_cast<const uint16_t*>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(address), k));
   }
 
   __device__ __forceinline__ void prepare() {
@@ -144,16 +130,12 @@ class ExactKeys {
   // Whether a channel of the values that the lane has copied is infinite or NaN.
   __device__ __forceinline__ bool spoiled_values() const {
     if (block_.lane < 16) return false;
-    const uint32_t exponent = wide() ? 0x7F80 : 0x7C00;
+    const uint32_t exponent = elements().exponent();
     bool spoiled = false;
 #pragma unroll 2
     for (int k = 0; k < 2 * blocks_; ++k) {
-      const uint4 x = *reinterpret_cast<const uint4*>(values_ + of_warp(k) * kStride + 8 * lane_of_half());
-      const uint32_t word[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        spoiled |= (word[n] & exponent) == exponent || (word[n] >> 16 & exponent) == exponent;
-      }
+      const uint16_t* copied = values_ + of_warp(k) * kStride + 8 * lane_of_half();
+      look_for_spoiled(*reinterpret_cast<const uint4*>(copied), exponent, spoiled);
     }
     return spoiled;
   }
@@ -172,8 +154,8 @@ class ExactKeys {
       for (int b = 0; b < kBlocks; ++b) {
         if (block + b * kEvery >= blocks_) continue;
         const uint16_t* at = keys + b * kEvery * 16 * kStride + s * 16;
-        multiply(d[b], load_tiles(at), q.x, q.y);
-        multiply(d[b], load_tiles(at + 16), q.z, q.w);
+        elements().multiply(d[b], load_tiles(at), q.x, q.y);
+        elements().multiply(d[b], load_tiles(at + 16), q.z, q.w);
       }
     }
     float* to = scores_ + (tile * 8 + 2 * block_.t) * kScoreStride + block * 16 + block_.g;
@@ -215,8 +197,8 @@ class ExactKeys {
 #pragma unroll 2
     for (int i = block_.lane % kLanesOfRow; i < keys; i += kLanesOfRow) {
       const float p = exp2_fast(scores[i] - base);
-      const uint16_t upper = element(p);
-      sum += p, weights_of(row, 0)[i] = upper, weights_of(row, 1)[i] = element(p - number(upper));
+      const uint16_t upper = elements().element(p);
+      sum += p, weights_of(row, 0)[i] = upper, weights_of(row, 1)[i] = elements().element(p - elements().number(upper));
     }
 #pragma unroll
     for (int bit = 1; bit < kLanesOfRow; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
@@ -239,8 +221,7 @@ class ExactKeys {
   // Element 4 j + i of sums_ is row 8 j + 2 t + i % 2 and this channel.
   __device__ __forceinline__ int channel(int i) const { return block_.warp * 16 + block_.g + i / 2 * 8; }
 
-  // Weight 0 times an infinite channel or a NaN is NaN: where there is such a channel, a row adds only the keys that it
-  // sees.
+  // Each row adds only the keys that it sees.
   __device__ __forceinline__ void sum_seen() {
 #pragma unroll 1
     for (int k = 0; k < count_; ++k) {
@@ -249,9 +230,9 @@ class ExactKeys {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = 8 * j + 2 * block_.t + i % 2;
-          const float p = number(weights_of(row, 0)[k]) + number(weights_of(row, 1)[k]);
+          const float p = elements().number(weights_of(row, 0)[k]) + elements().number(weights_of(row, 1)[k]);
           if (p == 0) continue;
-          sums_[4 * j + i] = fmaf(p, number(values_[k * kStride + channel(i)]), sums_[4 * j + i]);
+          sums_[4 * j + i] = fmaf(p, elements().number(values_[k * kStride + channel(i)]), sums_[4 * j + i]);
         }
       }
     }
@@ -268,8 +249,9 @@ class ExactKeys {
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
           const uint16_t* weights = weights_of(8 * j + block_.g, part) + s * 16 + 2 * block_.t;
-          multiply(reinterpret_cast<float (&)[4]>(sums_[4 * j]), v, *reinterpret_cast<const uint32_t*>(weights),
-                   *reinterpret_cast<const uint32_t*>(weights + 8));
+          elements().multiply(reinterpret_cast<float (&)[4]>(sums_[4 * j]), v,
+                              *reinterpret_cast<const uint32_t*>(weights),
+                              *reinterpret_cast<const uint32_t*>(weights + 8));
         }
       }
     }
@@ -307,21 +289,6 @@ class ExactKeys {
       __syncwarp();
       if (block_.lane == 0) row[0] = top, row[1] = sum;
     }
-  }
-
-  __device__ __forceinline__ bool wide() const { return block_.call.dtype == Dtype::kBFloat16; }
-  __device__ __forceinline__ void multiply(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) const {
-    if (wide()) {
-      mma_floats<__nv_bfloat16>(d, a, b0, b1);
-    } else {
-      mma_floats<__half>(d, a, b0, b1);
-    }
-  }
-  __device__ __forceinline__ uint16_t element(float x) const {
-    return static_cast<uint16_t>(wide() ? word_of_floats<__nv_bfloat16>(x, 0) : word_of_floats<__half>(x, 0));
-  }
-  __device__ __forceinline__ float number(uint16_t element) const {
-    return wide() ? __uint_as_float(uint32_t{element} << 16) : __half2float(__ushort_as_half(element));
   }
 
   __device__ __forceinline__ float& maximum(int r) const { return state_[r]; }
