@@ -228,9 +228,10 @@ def rows_of(config: str, model: Path, arguments: Any, folder: Path) -> Iterator[
         }
         for number, load in enumerate(arguments.loads):
             requests = model / "requests.json"  # no load finds another one's prompts in a cache
-            write_requests(requests, arguments.each * load.clients, seed=number)
+            count = arguments.each * load.clients
+            write_requests(requests, count, seed=number)
             clients = folder / f"clients_{config}_{load.text.replace('@', '_')}.log"
-            name = f"serve {version} {config} {load.text} {arguments.kv_gib:g} GiB"
+            name = f"serve {version} {config} {load.text} {count} requests {arguments.kv_gib:g} GiB"
             name += f" every {arguments.interval}" if arguments.interval > 1 else ""
             found = serve(server, load, requests, model, arguments, clients)
             yield {"row": name, **facts, "point": load.text, **found}

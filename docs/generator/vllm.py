@@ -170,9 +170,10 @@ def server_clients() -> str:
         name += f", {row['cache_gib']:g} GiB" if row["cache_gib"] != 8 else ""
         return name + (f", {interval(row)} tokens a message" if interval(row) > 1 else "")
 
-    def order(row: Row) -> tuple[int, float, int, tuple[int, str]]:
+    def order(row: Row) -> tuple[int, float, int, int, tuple[int, str]]:
         clients, _, rate = row["point"].removeprefix("mix").partition("@")
-        return -int(clients), -float(rate or "inf"), -interval(row), engine_order(row["config"])
+        load = -int(clients), -float(rate or "inf"), -interval(row), -row["requests"]
+        return *load, engine_order(row["config"])
 
     lines = [
         [
