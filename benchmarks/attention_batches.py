@@ -215,9 +215,10 @@ def dims_prompt_cases() -> Iterator[Case]:
 
 
 def dims_rows_cases() -> Iterator[Case]:
-    """16 and 32 query rows, where split-KV has blocks of 8."""
-    for head_dim in (80, 96, 160, 192, 256):
-        for q_len in (4, 8):
+    """16 to 32 query rows: with 64 channels key tiles take more than 16, with the others split-KV
+    does, in blocks of 8."""
+    for head_dim in (64, 80, 96, 160, 192, 256):
+        for q_len in (4, 5, 8) if head_dim == 64 else (4, 8):
             shape = Shape(16, 8192, head_dim=head_dim, q_len=q_len)
             yield from of_presets("dims_rows", shape, "k4v4u k5v4u k4v4", tailed="")
 

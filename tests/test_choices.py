@@ -70,11 +70,16 @@ def split_kv_dims() -> list[int]:
     return instances("split_kv_*.cu")
 
 
+def key_tiles_dims() -> list[int]:
+    """The head_dims that the key-tile kernel is compiled for."""
+    return instances("key_tiles*.cu")
+
+
 def instances(files: str) -> list[int]:
     """The head_dims that some files instantiate kernels for."""
     found = (ROOT / "csrc/cuda/attention/instances").glob(files)
     texts = [path.read_text() for path in found]
-    return sorted(int(d) for text in texts for d in re.findall(r"find_kernel<(\d+)>", text))
+    return sorted({int(d) for text in texts for d in re.findall(r"find_kernel<(\d+)[,>]", text)})
 
 
 def attention(**changes: int) -> str:
@@ -102,7 +107,7 @@ def test_every_preset_takes_the_split_kv_kernel(name, d):
     for rows in range(1, limit + 1):
         assert choice(rows) == ("split_kv", f"at most {limit} query rows per KV head")
         assert choice(1, max_q_len=rows) == choice(rows)
-    for rows in range(limit + 1, 33 if d == 128 else limit + 1):
+    for rows in range(limit + 1, 33 if d in key_tiles_dims() else limit + 1):
         assert choice(rows) == choice(1, max_q_len=rows) == ("key_tiles", UP_TO_32_ROWS)
         limit = 32
     for found in (choice(limit + 1), choice(1, limit + 1), choice(1, 1000)):

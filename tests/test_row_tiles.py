@@ -1,9 +1,9 @@
 """Many query rows on CUDA against the float64 oracle on the device, and what must not matter.
 
-On GPUs with products of warpgroups (9.0) the key-tile kernel takes 17 to 32 rows of 128 channels,
-and the row-tile kernel all others. Elsewhere the general kernel takes them, which must give the
-same results. attention_cuda.py has the cases and the oracle's bounds, the files of split-KV have
-everything about few rows.
+On GPUs with products of warpgroups (9.0) the key-tile kernel takes 17 to 32 rows of 64 and 128
+channels, and the row-tile kernel all others. Elsewhere the general kernel takes them, which must
+give the same results. attention_cuda.py has the cases and the oracle's bounds, the files of split-
+KV have everything about few rows.
 """
 
 import itertools
@@ -84,14 +84,14 @@ def test_presets(name, q_len):
         check(build(config, lengths, [q_len] * 3, **heads))
 
 
+@pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("name", tt.PRESETS)
-def test_first_and_last_numbers_of_rows_of_key_tiles(name):
+def test_first_and_last_numbers_of_rows_of_key_tiles(name, d):
     """Of blocks of 24 rows and of 32. Blocks share one sequence and have others whole."""
     first = list(tt.PRESETS).index(name)
     for i, rows in enumerate((17, 24, 25, 32)):
-        config = tt.preset(
-            name, 128, page_size=(16, 32, 64, 128)[(first + i) % 4], recent_window=37
-        )
+        page_size = (16, 32, 64, 128)[(first + i) % 4]
+        config = tt.preset(name, d, page_size=page_size, recent_window=37)
         case = build(
             config,
             [9000, 300, 65, 1],
@@ -107,10 +107,11 @@ def test_first_and_last_numbers_of_rows_of_key_tiles(name):
         check(case, sliding_window=333, soft_cap=20.0)
 
 
+@pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("window", [1, 12, 28, 29, 88, 89, 92, 96, 184, 185, 300])
-def test_numbers_of_exact_keys_of_key_tiles(window):
+def test_numbers_of_exact_keys_of_key_tiles(window, d):
     """They are attended to 96 at a time, in blocks of 16: 8 more than the window here."""
-    config = tt.preset("k4v4u", 128, recent_window=window)
+    config = tt.preset("k4v4u", d, recent_window=window)
     for dtype in HALVES:
         case = build(
             config,
@@ -126,17 +127,15 @@ def test_numbers_of_exact_keys_of_key_tiles(window):
         check_own(case)
 
 
-@pytest.mark.parametrize("q_len", [1, 5, 20])
+@pytest.mark.parametrize(("d", "q_len"), [(128, 1), (128, 5), (128, 20), (64, 5)])
 @pytest.mark.parametrize("name", ["k4v4u", "k5v3u", "k8v8", "k4v4", "k3v2"])
-def test_many_keys_that_weigh_the_same(name, q_len):
+def test_many_keys_that_weigh_the_same(name, d, q_len):
     """What tensor cores cut off must not add up over the keys that one block sums.
 
     So many sequences have the pages of one that every block has whole sequences. Rounding to
     float16 is a relative error of 2e-4, and sums of uniform codes as they are would be off by 1e-2.
     """
-    case = build(
-        tt.preset(name, 128), [40_000], [q_len], q_heads=16, kv_heads=4, dtype=torch.float16
-    )
+    case = build(tt.preset(name, d), [40_000], [q_len], q_heads=16, kv_heads=4, dtype=torch.float16)
     case, copies = case._replace(q=0.1 * case.q), 132
     many = case._replace(
         table=case.table.repeat(copies, 1),
@@ -252,8 +251,8 @@ def test_long_sequences_are_cut_into_parts():
         case = build(config, lengths, q_lens, q_heads=4, kv_heads=1, tail=len(lengths) < 4)
         check(case)
         check_own(case, sliding_window=7000)
-    for d in (64, 192, 256):
-        check(build(tt.preset("k4v4", d), [30000, 50], [24, 24], kv_heads=1, spread=3.0))
+    for d, q_len in ((64, 24), (64, 5), (192, 24), (256, 24)):
+        check(build(tt.preset("k4v4", d), [30000, 50], [q_len] * 2, kv_heads=1, spread=3.0))
 
 
 @pytest.mark.parametrize("q_len", [8, 20])
@@ -335,13 +334,14 @@ def test_stale_bytes_do_not_matter(q_lens):
         assert_same_bytes(again[1], lse)
 
 
+@pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("q_lens", [[20, 20], [40, 17], [8, 8], [6, 6]])
-def test_pages_that_do_not_exist_hold_no_keys(q_lens):
+def test_pages_that_do_not_exist_hold_no_keys(q_lens, d):
     """Page ids out of range inside a sequence: as if its keys there scored -inf.
 
     (Of row tiles and key tiles only: what the split-KV kernel makes of such keys means nothing.)
     """
-    config = tt.preset("k4v4u", 128, page_size=16)
+    config = tt.preset("k4v4u", d, page_size=16)
     case = build(config, [400, 90], q_lens)
     if chosen(case) == "split_kv":  # on GPUs without row tiles
         pytest.skip("the split-KV kernel takes sequences of so many rows on this GPU")
@@ -383,10 +383,11 @@ def test_a_sliding_window_needs_no_older_pages(window, name, q_lens):
     assert_same_bytes(again_lse, lse)
 
 
+@pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("q_lens", [[20, 20], [70, 1], [8, 8], [6, 1]])
-def test_a_broken_token_spoils_only_who_sees_it(q_lens):
+def test_a_broken_token_spoils_only_who_sees_it(q_lens, d):
     """A NaN in the key or value of one head, in codes: the queries that see it, nobody else."""
-    config, lengths = tt.preset("k4v4u", 128), [300, 300]
+    config, lengths = tt.preset("k4v4u", d), [300, 300]
     clean = build(config, lengths, q_lens)
     out, _ = check(clean)
     count = q_lens[0]
@@ -400,14 +401,15 @@ def test_a_broken_token_spoils_only_who_sees_it(q_lens):
         assert_others_are_spared(spoiled, out, seeing)
 
 
+@pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("exact", ["own", "tail"])
 @pytest.mark.parametrize(("which", "bad"), [("k", math.nan), ("v", math.nan), ("v", math.inf)])
-def test_a_broken_exact_token_spoils_only_who_sees_it(which, bad, exact):
+def test_a_broken_exact_token_spoils_only_who_sees_it(which, bad, exact, d):
     """The same among exact keys and values, of the tail and of this call.
 
     A value may spoil its own channel (number 7 here) or all channels of the rows that see it.
     """
-    config = tt.preset("k4v4u", 128, recent_window=70)
+    config = tt.preset("k4v4u", d, recent_window=70)
     for q_lens in ([20, 20], [90, 1], [8, 8], [6, 1]):
         lengths, count = [300, 300], q_lens[0]
         clean = build(config, lengths, q_lens, tail=exact == "tail")

@@ -101,7 +101,7 @@ constexpr int split_kv_pair(const format::Codes& keys, const format::Codes& valu
 }
 
 // The head_dims that the key-tile kernel is compiled for, and the most rows that its blocks have.
-constexpr int kKeyTilesHeadDims[] = {128};
+constexpr int kKeyTilesHeadDims[] = {64, 128};
 constexpr int kKeyTilesMostRows = 32;
 constexpr bool is_key_tiles_head_dim(int head_dim) {
   for (const int d : kKeyTilesHeadDims) {

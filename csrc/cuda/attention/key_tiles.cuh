@@ -18,7 +18,7 @@ struct KernelEntry {
 };
 
 // The kernel whose block has at least `rows` rows, up to 32. KEYS: an index of kKeyCodes (expansion.cuh). Defined in
-// instances/key_tiles_<D>.cu.
+// instances/key_tiles.cu.
 template <int D, int KEYS>
 KernelEntry find_kernel(int rows);
 

@@ -31,8 +31,8 @@ class ExactKeys {
   static constexpr int kRowsOfWarp = kExactRows / kWarps, kKeysOfWarp = kExactKeys / kWarps;
   static constexpr int kLanesOfRow = 32 / kRowsOfWarp;
   using Rows = split_kv::QueryRows<S::kDim, S::kRows>;
-  static_assert(S::kRows <= kExactRows && kD == 16 * kWarps);
-  static_assert(kD == 8 * 16 && kKeysOfWarp <= 16 && kRowsOfWarp % 2 == 0);  // half a warp copies a vector
+  static_assert(S::kRows <= kExactRows && kD <= 16 * kWarps);  // each warp sums 16 channels, if there are so many
+  static_assert(kD <= 8 * 16 && kKeysOfWarp <= 16 && kRowsOfWarp % 2 == 0);  // half a warp copies a vector
   // Weights take the place of keys, sums that of keys and values.
   static_assert(2 * kExactRows * kWeightStride <= kExactKeys * kStride &&
                 kExactRows * kD * 2 <= 2 * kExactKeys * kStride);
@@ -74,6 +74,7 @@ class ExactKeys {
   // Starts to copy a vector, by half a warp; null: zeros.
   __device__ __forceinline__ void copy(uint16_t* to, const uint16_t* from) const {
     const int at = 8 * lane_of_half();
+    if (at >= kD) return;
     copy_or_clear(to + at, from ? from + at : block_.call.q, from != nullptr);
   }
   // Queries may begin anywhere.
@@ -129,7 +130,7 @@ class ExactKeys {
   }
   // Whether a channel of the values that the lane has copied is infinite or NaN.
   __device__ __forceinline__ bool spoiled_values() const {
-    if (block_.lane < 16) return false;
+    if (block_.lane < 16 || 8 * lane_of_half() >= kD) return false;
     const uint32_t exponent = elements().exponent();
     bool spoiled = false;
 #pragma unroll 2
@@ -221,8 +222,11 @@ class ExactKeys {
   // Element 4 j + i of sums_ is row 8 j + 2 t + i % 2 and this channel.
   __device__ __forceinline__ int channel(int i) const { return block_.warp * 16 + block_.g + i / 2 * 8; }
 
+  __device__ __forceinline__ bool has_channels() const { return 16 * block_.warp < kD; }
+
   // Each row adds only the keys that it sees.
   __device__ __forceinline__ void sum_seen() {
+    if (!has_channels()) return;
 #pragma unroll 1
     for (int k = 0; k < count_; ++k) {
 #pragma unroll
@@ -239,6 +243,7 @@ class ExactKeys {
   }
 
   __device__ __forceinline__ void multiply_values() {
+    if (!has_channels()) return;
     const int lane = block_.lane;
 #pragma unroll 1
     for (int s = 0; s < blocks_; ++s) {
@@ -260,6 +265,7 @@ class ExactKeys {
   // Sums [rows, d], in place of keys and values.
   __device__ __forceinline__ float* sums_of(int row) const { return reinterpret_cast<float*>(keys_) + row * kD; }
   __device__ __forceinline__ void leave() const {
+    if (!has_channels()) return;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll

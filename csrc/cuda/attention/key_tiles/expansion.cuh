@@ -61,10 +61,11 @@ struct KeyBytes : K {
   }
 };
 
-// Values of one pair of codes: the words of a warp's 32 channels and 16 tokens become the operands of two products, of
-// 16 channels each. Lane (g, t) has of either channels g and g + 8 of tokens 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+// Values of one pair of codes: the words of a warp's channels and 16 tokens become the operands of products of 16
+// channels, of which a warp has two next to each other, or one of 64 channels. Lane (g, t) has of each channels g and
+// g + 8 of tokens 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
 // level = kStep * (what an element counts) - kOffset
-template <class V>
+template <int D, class V>
 struct ValueHalves : V {
   using V::kBytes, V::kMasks, V::kNibbles, V::kSpread, V::kPairsOfBits, V::kTwoTables;
   static_assert(V::kUniform ? kBytes || kNibbles || kSpread : kNibbles || kSpread || kPairsOfBits, "no such values");
@@ -72,7 +73,9 @@ struct ValueHalves : V {
   static constexpr float kOffset = kMasks ? format::num_levels(V::kCodes.width) - 1 : 0;
   // The float16 that stands for 1. Most elements are subnormal numbers.
   static constexpr float kOne = kBytes ? 1 : 1.0f / (1 << 24);
-  static constexpr int kWords = kBytes ? 4 : kPairsOfBits ? 1 : 2;
+  static constexpr int kProducts = D / 64;
+  static_assert(kProducts == 1 || kProducts == 2);
+  static constexpr int kWords = kPairsOfBits ? 1 : kBytes ? 2 * kProducts : kProducts;
   using Table = LevelTable<kTwoTables>;
 
   // The entry of a level in its table: its magnitude, and its sign above it. Of two tables, levels of one are positive
@@ -84,23 +87,28 @@ struct ValueHalves : V {
 
   // block: a value block, 16 tokens. warp: of the four
   static __device__ __forceinline__ void load(const uint8_t* block, int warp, int lane, uint32_t (&w)[kWords]) {
-    if constexpr (kBytes) {
-      read_words(block + format::kChunkBytes * warp + 16 * lane, w);
-    } else if constexpr (kNibbles) {
-      read_words(block + format::kChunkBytes * (warp / 2) + 16 * lane + 8 * (warp % 2), w);
-    } else if constexpr (kPairsOfBits) {
-      read_words(block + 16 * lane + 4 * warp, w);
-    } else {
+    if constexpr (kSpread) {
+      // Of the four words of a set, of 64 channels, the last one is what the three others have room for.
       uint32_t set[format::kSpreadUnits];
-      read_words(block + format::kSpreadBytes * (warp / 2) + 4 * format::kSpreadUnits * lane, set);
-      const bool upper = warp % 2;
-      w[0] = (upper ? set[2] : set[0]) & 0x77777777;
-      w[1] = upper ? fourth_spread_word(set[0], set[1], set[2]) : set[1] & 0x77777777;
+      const int first = kProducts * warp % 4;
+      read_words(block + format::kSpreadBytes * (kProducts * warp / 4) + 4 * format::kSpreadUnits * lane, set);
+      const uint32_t fourth = fourth_spread_word(set[0], set[1], set[2]);
+      if constexpr (kProducts == 2) {
+        w[0] = (first ? set[2] : set[0]) & 0x77777777, w[1] = first ? fourth : set[1] & 0x77777777;
+      } else {
+        w[0] = first == 3 ? fourth : (first == 2 ? set[2] : first ? set[1] : set[0]) & 0x77777777;
+      }
+    } else if constexpr (kPairsOfBits) {  // a word has both products
+      read_words(block + 8 * kProducts * lane + 4 * (kProducts * warp / 2), w);
+      if constexpr (kProducts == 1) w[0] >>= 4 * (warp % 2);
+    } else {
+      const int word = kWords * warp;  // of the lane, which has four of each chunk
+      read_words(block + format::kChunkBytes * (word / 4) + 16 * lane + 4 * (word % 4), w);
     }
   }
 
-  // The operand of product U of two. NEGATIVE: the tokens count negatively (counts_negatively). Flipped codes are the
-  // codes of negative levels; where elements are levels, the product takes the sign.
+  // The operand of the warp's product U. NEGATIVE: the tokens count negatively (counts_negatively). Flipped codes are
+  // the codes of negative levels; where elements are levels, the product takes the sign.
   template <int U, bool NEGATIVE>
   static __device__ __forceinline__ void expand(const uint32_t (&w)[kWords], const Table& table, uint32_t (&a)[4]) {
     if constexpr (kBytes) {
@@ -159,7 +167,7 @@ constexpr int index_of_codes(const format::Codes& codes) {
 template <int D, int KEYS>
 using KeyBytesOf = KeyBytes<D, KeyCodes<D, kKeyCodes[KEYS]>>;
 template <int D, int VALUES>
-using ValueHalvesOf = ValueHalves<ValueCodes<D, kValueCodes[VALUES]>>;
+using ValueHalvesOf = ValueHalves<D, ValueCodes<D, kValueCodes[VALUES]>>;
 
 // f(ValueHalvesOf<D, i>{}) for i = index.
 template <int D, int I = 0, typename F>

@@ -1,7 +1,7 @@
 // The warpgroup that sums weighted values: 64 channels x all rows in each product, over the tokens of a unit.
 //
-// Warp v of the warpgroup has channel units 2 v and 2 v + 1 of a value block, 16 channels each. Lane (g, t) has of each
-// of them channels g and g + 8, and rows 2 t and 2 t + 1 of every eight.
+// Warp v of the warpgroup has channel units 2 v and 2 v + 1 of a value block, 16 channels each, or unit v of 64
+// channels. Lane (g, t) has of each of them channels g and g + 8, and rows 2 t and 2 t + 1 of every eight.
 #pragma once
 
 #include "cuda/attention/key_tiles/expansion.cuh"
@@ -13,7 +13,7 @@ namespace turboquant::cuda::key_tiles {
 template <class S, class VALUES>
 class ValueGroup {
   using Values = VALUES;
-  static constexpr int kTiles = S::kRowTiles, kUnits = S::kDim / 64;
+  static constexpr int kTiles = S::kRowTiles, kUnits = Values::kProducts;
   // Where elements count from another zero than levels do, sums of rounded weights say what is left out.
   static constexpr bool kOffsets = Values::kOffset != 0;
 
