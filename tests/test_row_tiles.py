@@ -2,8 +2,8 @@
 
 On GPUs with products of warpgroups (9.0) the key-tile kernel takes 17 to 32 rows of 64 and 128
 channels, and the row-tile kernel all others. Elsewhere the general kernel takes them, which must
-give the same results. attention_cuda.py has the cases and the oracle's bounds, the files of split-
-KV have everything about few rows.
+give the same results. attention_cuda.py has the cases and the oracle's bounds, the files of
+split-KV have everything about few rows.
 """
 
 import itertools
