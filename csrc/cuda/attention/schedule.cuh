@@ -21,7 +21,13 @@ namespace turboquant::cuda {
 
 constexpr int kUnitTokens = 64;       // keys of a unit of codes
 constexpr int kSegmentOverhead = 16;  // the end of a segment takes as long as so many units
-constexpr int kLeastUnits = 8;        // the shortest part that split-KV cuts a segment into
+
+// Of blocks with so many rows: the shortest part, in units, that a segment is cut into, and the fewest units of exact
+// keys, if there are any; those that hold no keys are only counted. Key tiles, whose blocks have more than 16 rows, take
+// longer for the units of one block, and as long for few exact keys as for some six units (docs/measurements/
+// performance_key_tiles.md).
+constexpr int least_part(int rows) { return rows > 16 ? 4 : 8; }
+constexpr int least_exact(int rows) { return rows > 16 ? 6 : 1; }
 
 // Everything that follows from the length of a sequence.
 struct SequenceWork {
@@ -42,9 +48,9 @@ struct SequenceWork {
   __device__ __forceinline__ int exact_key(int i) const { return i < sinks ? i : recent + i - sinks; }
 };
 
-// ROWS: rows of a block of rows. per_unit: exact keys of a unit. early: lengths are read before the previous kernel has
-// ended.
-template <int ROWS>
+// ROWS: rows of a block of rows. LEAST_EXACT: see least_exact. per_unit: exact keys of a unit. early: lengths are read
+// before the previous kernel has ended.
+template <int ROWS, int LEAST_EXACT>
 __device__ __forceinline__ SequenceWork work_of_sequence(const Attention& a, const Divisor& per_unit, int s,
                                                          bool early) {
   SequenceWork x;
@@ -62,7 +68,9 @@ __device__ __forceinline__ SequenceWork work_of_sequence(const Attention& a, con
   x.sinks = visible < tail.sinks ? min(tail.sinks, x.length) : 0;
   x.recent = tail.any() || a.new_keys ? max(min(a.recent(tail, begin, new_begin), x.length), x.sinks) : x.length;
   const int exact = x.exact();
-  x.units = max(x.coded + (exact > 0 ? quotient(exact - 1, per_unit) + 1 : 0), 1);
+  int exact_units = exact > 0 ? quotient(exact - 1, per_unit) + 1 : 0;
+  if (LEAST_EXACT > 1 && exact > 0) exact_units = max(exact_units, LEAST_EXACT);
+  x.units = max(x.coded + exact_units, 1);
   return x;
 }
 
@@ -98,7 +106,7 @@ struct __align__(16) Segment {
   __device__ __forceinline__ int first_token(int unit) const { return work.first + (unit - begin) * kUnitTokens; }
 
   // Moves on, one segment after the other, to the one that holds number `unit`, or whose gap does.
-  template <int ROWS>
+  template <int ROWS, int LEAST_EXACT>
   __device__ __forceinline__ void seek(const Attention& a, const Divisor& per_unit, int gap, int unit) {
 #pragma unroll 1
     while (unit >= end()) {
@@ -113,7 +121,7 @@ struct __align__(16) Segment {
           begin = INT32_MAX - 1, work.units = 1, work.coded = work.sinks = work.length = work.recent = 0;
           return;
         }
-        work = work_of_sequence<ROWS>(a, per_unit, sequence, false);
+        work = work_of_sequence<ROWS, LEAST_EXACT>(a, per_unit, sequence, false);
       } while (work.blocks == 0);
     }
   }
@@ -127,7 +135,7 @@ struct BlockShare {
 };
 
 // One warp computes the share of its block; each lane counts the work of a run of neighbouring sequences.
-//   LEAST   the shortest part, in units, that a segment is cut into
+//   LEAST, LEAST_EXACT   see least_part and least_exact
 //   grid    the number of blocks
 //   counts  shared memory of `room` bytes for (units, segments) of each sequence, unless there are too many sequences
 //   early   lengths are read while the previous kernel may still be writing them
@@ -135,7 +143,7 @@ struct BlockShare {
 // Returns the lane whose `found` is the share; that of other lanes has no meaning. kSameShare: no length that decides
 // about the share has changed since the earlier call, whose share is right.
 constexpr int kSameShare = -1;
-template <int ROWS, int LEAST = kLeastUnits>
+template <int ROWS, int LEAST, int LEAST_EXACT>
 __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_unit, const Divisor& grid, uint2* counts,
                                         int room, bool early, const Segment* known, BlockShare& found) {
   const int lane = static_cast<int>(threadIdx.x % 32), block = static_cast<int>(blockIdx.x);
@@ -158,7 +166,7 @@ __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_u
   for (bool counted = false;; counted = true) {
 #pragma unroll 1
     for (s = mine; s < behind; ++s) {
-      if (!counted || each > 1) x = work_of_sequence<ROWS>(a, per_unit, s, early);
+      if (!counted || each > 1) x = work_of_sequence<ROWS, LEAST_EXACT>(a, per_unit, s, early);
       const int count = x.blocks * a.kv_heads;
       if (counted) {
         const int own = numbers_of_segment() * count;

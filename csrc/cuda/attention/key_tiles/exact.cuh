@@ -90,7 +90,7 @@ class ExactKeys {
     const uint16_t* query = nullptr;
     int first_seen = 0, last_seen = -1;
     split_kv::RowPlace place;
-    if (rows_.find(segment_, row, place)) {
+    if (row < S::kRows && rows_.find(segment_, row, place)) {
       query = static_cast<const uint16_t*>(a.q) + place.token * a.q_token_stride + place.head * a.q_head_stride;
       first_seen = a.first_visible(place.position), last_seen = place.position;
     }

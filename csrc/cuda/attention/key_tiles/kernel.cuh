@@ -63,7 +63,7 @@ class KeyTilesBlock {
       const int from = max(notes.begin, segment.begin), to = list_.stop();
       attend_codes<VALUES>(segment, from, max(min(to, segment.coded_end()) - from, 0));
       const int exact = max(from, segment.coded_end());
-      if (segment.work.exact() > 0 && exact < to) attend_exact(segment, exact, to);
+      if (exact < to) attend_exact(segment, exact, to);
       finish(segment, from, to);
       if (to == notes.end) return;
       list_.seek(list_.notes().attended, to);
@@ -152,8 +152,8 @@ class KeyTilesBlock {
   // Units [from, to) of exact keys.
   __device__ __forceinline__ void attend_exact(const Segment& segment, int from, int to) const {
     const int per_unit = split_kv::kUnitStages * block_.layout.exact_keys, first = segment.coded_end();
-    ExactKeys<S>(fresh_view(), rows_, segment)
-        .attend((from - first) * per_unit, min((to - first) * per_unit, segment.work.exact()), block_.result());
+    const int begin = (from - first) * per_unit, end = min((to - first) * per_unit, segment.work.exact());
+    if (begin < end) ExactKeys<S>(fresh_view(), rows_, segment).attend(begin, end, block_.result());
   }
 
   // The end of a segment, of which this block had numbers [from, to).
