@@ -25,15 +25,14 @@ bool launch_rows(MassArguments m, int64_t keys, const Device& device, cudaStream
   return true;
 }
 
-// All rows at once where they are few; else 64 at a time, or as many as the device has shared memory for. There are so
-// few exact keys that only two numbers of rows are worth their bytes in the library.
+// Up to 8, 32 or 64 rows at a time, as many as there are or the device has shared memory for. There are so few exact
+// keys that a kernel for 32 rows is not worth its bytes in the library.
 template <bool EXACT>
 bool launch_any(const MassArguments& m, int64_t keys, const Device& device, cudaStream_t stream) {
   const int64_t rows = int64_t{m.x.a.max_q_len} * m.x.a.group;
   if (rows > (EXACT ? 8 : 32) && launch_rows<8, EXACT>(m, keys, device, stream)) return true;
   if constexpr (!EXACT) {
-    if (rows > 16 && launch_rows<4, EXACT>(m, keys, device, stream)) return true;
-    if (rows > 8 && launch_rows<2, EXACT>(m, keys, device, stream)) return true;
+    if (rows > 8 && launch_rows<4, false>(m, keys, device, stream)) return true;
   }
   return launch_rows<1, EXACT>(m, keys, device, stream);
 }
