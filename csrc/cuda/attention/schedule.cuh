@@ -22,9 +22,9 @@ namespace turboquant::cuda {
 constexpr int kUnitTokens = 64;       // keys of a unit of codes
 constexpr int kSegmentOverhead = 16;  // the end of a segment takes as long as so many units
 
-// Of blocks with so many rows: the shortest part, in units, that a segment is cut into; and as how many units exact keys
-// count at least, if there are any. Key tiles, whose blocks have more than 16 rows, take longer for each unit, and as
-// long for few exact keys as for six units (docs/measurements/performance_key_tiles.md).
+// Of blocks with so many rows: the shortest part, in units, that a segment is cut into; and the fewest units that
+// exact keys count as, if there are any. Key tiles, whose blocks have more than 16 rows, take longer for each unit, and
+// as long for few exact keys as for six units (docs/measurements/performance_key_tiles.md).
 constexpr int least_part(int rows) { return rows > 16 ? 4 : 8; }
 constexpr int least_exact(int rows) { return rows > 16 ? 6 : 1; }
 
