@@ -255,6 +255,15 @@ def test_long_sequences_are_cut_into_parts():
         check(build(tt.preset("k4v4", d), [30000, 50], [q_len] * 2, kv_heads=1, spread=3.0))
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_neighbours_that_many_blocks_share(d):
+    """Long sequences among many short ones, 5 queries each: a block ends one and begins the next,
+    and dozens of blocks join one in groups."""
+    config, shorts = tt.preset("k5v4u", d), [100] * 150
+    lengths = [*shorts, 60_000, 45_000, *shorts, 31_000]
+    check(build(config, lengths, [5] * len(lengths), q_heads=4, kv_heads=1, tail=d == 64))
+
+
 @pytest.mark.parametrize("q_len", [8, 20])
 def test_every_token_can_be_found(q_len):
     """One query for every token of a sequence, so near its key that it takes all the weight: the

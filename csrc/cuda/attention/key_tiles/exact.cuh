@@ -22,7 +22,7 @@ constexpr int kScoreStride = kExactKeys + 8, kWeightStride = kExactKeys + 8;
 
 // Bytes of shared memory that it needs.
 constexpr int exact_bytes(int d) {
-  return (2 * kExactKeys + kExactRows) * exact_stride(d) * 2 + kExactRows * kScoreStride * 4 + 5 * kExactRows * 4;
+  return (2 * kExactKeys + kExactRows) * exact_stride(d) * 2 + kExactRows * kScoreStride * 4 + 6 * kExactRows * 4;
 }
 
 template <class S>
@@ -39,7 +39,7 @@ class ExactKeys {
 
  public:
   __device__ __forceinline__ ExactKeys(const View& block, const Rows& rows, const Segment& segment)
-      : block_(block), rows_(rows), segment_(segment), table_(block.table(S::kRows)) {
+      : block_(block), rows_(rows), segment_(segment) {
     keys_ = reinterpret_cast<uint16_t*>(block.shared + block.own.exact);
     values_ = keys_ + kExactKeys * kStride;
     queries_ = values_ + kExactKeys * kStride;
@@ -88,14 +88,17 @@ class ExactKeys {
     const Attention& a = block_.call;
     const int row = of_warp(block_.lane % kRowsOfWarp);
     const uint16_t* query = nullptr;
-    int first_seen = 0, last_seen = -1;
+    int first_seen = 0, last_seen = -1, coded_end = 0;
     split_kv::RowPlace place;
     if (row < S::kRows && rows_.find(segment_, row, place)) {
       query = static_cast<const uint16_t*>(a.q) + place.token * a.q_token_stride + place.head * a.q_head_stride;
+      const SequenceWork& work = segment_.work;
       first_seen = a.first_visible(place.position), last_seen = place.position;
+      coded_end = a.recent(work.tail, place.position, a.new_begin(work.length, work.queries));
     }
     if (block_.lane < kRowsOfWarp) {
-      maximum(row) = -INFINITY, total(row) = 0, first_of(row) = first_seen, last_of(row) = last_seen;
+      maximum(row) = -INFINITY, total(row) = 0;
+      first_of(row) = first_seen, last_of(row) = last_seen, end_of(row) = coded_end;
     }
 #pragma unroll
     for (int k = 0; k < kRowsOfWarp; k += 2) {
@@ -177,7 +180,7 @@ class ExactKeys {
     const Attention& a = block_.call;
     const SequenceWork& work = segment_.work;
     const int row = block_.warp * kRowsOfWarp + block_.lane / kLanesOfRow, keys = 16 * blocks_;
-    const int first_seen = first_of(row), last_seen = last_of(row), coded_end = row < S::kRows ? table_.end[row] : 0;
+    const int first_seen = first_of(row), last_seen = last_of(row), coded_end = end_of(row);
     float* scores = scores_ + row * kScoreStride;
     float top = -INFINITY;
 #pragma unroll 2
@@ -303,16 +306,17 @@ class ExactKeys {
   // The first and the last key that a row may see.
   __device__ __forceinline__ int& first_of(int r) const { return reinterpret_cast<int*>(state_)[3 * kExactRows + r]; }
   __device__ __forceinline__ int& last_of(int r) const { return reinterpret_cast<int*>(state_)[4 * kExactRows + r]; }
+  // The end of the keys that it sees from codes, but for sinks.
+  __device__ __forceinline__ int& end_of(int r) const { return reinterpret_cast<int*>(state_)[5 * kExactRows + r]; }
 
   const View block_;
   const Rows rows_;
   const Segment& segment_;
-  const RowTable table_;
   int first_, count_, blocks_;  // the keys that are attended to, and their blocks of 16
   uint16_t *keys_, *values_;    // [96, stride] each
   uint16_t* queries_;           // [32, stride]
   float* scores_;               // [32 rows, kScoreStride]
-  float* state_;                // [5, 32]
+  float* state_;                // [6, 32]
   float sums_[4 * kTiles];
 };
 

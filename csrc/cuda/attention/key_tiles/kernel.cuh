@@ -11,17 +11,18 @@
 // Warpgroups have roles: one computes scores and weights, the other one sums weighted values of the unit before, and
 // one of its warps copies the units ahead. Two such blocks share a multiprocessor.
 //
-// Which units a block has, how partial results are joined, and in what order, is as in split-KV, whose code does it: a
-// partial result's sums are in the rotated space. So results are the same in every run, and the host never needs to
-// know a length.
+// Which units a block has is as in split-KV, whose code does it. A partial result's sums are in the rotated space, and
+// the order in which they are joined follows from the lengths: results are the same in every run, and the host never
+// needs to know a length.
 //
 // The parts, each in a file of its own, in the order in which a unit passes them:
 //   ring        copies of pages        values    sums of weighted values
 //   queries     the rows as operands   exact     exact keys, behind the codes of a segment
-//   scores      products and weights
+//   scores      products and weights   join      partial results of several blocks
 #pragma once
 
 #include "cuda/attention/key_tiles/exact.cuh"
+#include "cuda/attention/key_tiles/join.cuh"
 #include "cuda/attention/key_tiles/queries.cuh"
 #include "cuda/attention/key_tiles/scores.cuh"
 #include "cuda/attention/key_tiles/values.cuh"
@@ -118,7 +119,7 @@ class KeyTilesBlock {
     const View block = fresh_view();
     Ring ring(block);
     if constexpr (VALUES) ring.begin(segment, token, units, turn_.stage);
-    prepare_queries<S>(fresh_view(), rows_, segment);
+    if (units > 0) prepare_queries<S>(fresh_view(), rows_, segment);
     list_.find_sharers(segment);
     publish_operands();
     __syncthreads();
@@ -159,18 +160,9 @@ class KeyTilesBlock {
   // The end of a segment, of which this block had numbers [from, to).
   __device__ __forceinline__ void finish(const Segment& segment, int from, int to) {
     const bool whole = from == segment.begin && to == segment.end();
-    const float* parts = block_.result();
-    int groups = 1;
-    if (!whole) {
-      constexpr int kWords = Join::kSegmentFloats / 4;
-      const float4* result = reinterpret_cast<const float4*>(parts);
-      float4* part = reinterpret_cast<float4*>(join_.part(static_cast<int>(blockIdx.x), from == segment.begin));
-#pragma unroll 4
-      for (int i = threadIdx.x; i < kWords; i += kThreads) part[i] = result[i];
-      __syncthreads();
-      parts = block_.join(), groups = join_.arrives_last(list_) ? join_.blocks(list_) : 0;
-    }
-    if (groups > 0) split_kv::write_results(block_, rows_, segment, parts, groups);
+    const bool last = whole || join_blocks<S>(join_, list_, block_.result(), block_.join());
+    const float* joined = whole ? block_.result() : block_.join();
+    if (last) split_kv::write_results(block_, rows_, segment, joined, 1);
     __syncthreads();
   }
 

@@ -121,8 +121,11 @@ class Join {
   // Hands this block's partial result to the last of the blocks that share the segment; true: this block is the last
   // one.
   __device__ __forceinline__ bool arrives_last(const List& list) const {
-    const WarpNotes& notes = list.notes();
-    if (threadIdx.x == 0) list.flag() = count_arrival(block_.plan.arrivals + notes.first_block, notes.blocks);
+    return arrives_last(list, list.notes().first_block, list.notes().blocks);
+  }
+  // The same of `count` blocks, by the counter of `block`.
+  __device__ __forceinline__ bool arrives_last(const List& list, int block, int count) const {
+    if (threadIdx.x == 0) list.flag() = count_arrival(block_.plan.arrivals + block, count);
     __syncthreads();
     return list.flag();
   }
