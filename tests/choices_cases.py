@@ -21,7 +21,7 @@ CALLS: dict[str, dict[str, int]] = {
         "d": 128,
         **{f"k_{name}": fact for name, fact in CODES.items()},
         **{f"v_{name}": fact for name, fact in CODES.items()},
-        **{"group": 4, "q_len": 1, "seqs": 1, "tokens": 1, "dtype": BF16, "tail": 1},
+        **{"kv_heads": 8, "group": 4, "q_len": 1, "seqs": 1, "tokens": 1, "dtype": BF16, "tail": 1},
     },
     "mla_attention": {
         **{"d": 512, "bits": 4, "uniform": 1, "dtype": BF16, "rope_dtype": BF16, "rows": 16},
@@ -71,6 +71,7 @@ DIMS, COUNTERS = "head_dim is not 64, 128 or 256", "too many vectors for 32-bit 
 STRIDE, BOTH = "a stride of 2 GiB or more", {"k_candidates": 2, "v_candidates": 2}
 PAIR = "the split-KV kernel is not compiled for this pair of key and value codes"
 FEW_ROWS = "at most 16 query rows per KV head"
+MANY_SEQS = "9 to 16 query rows per KV head, many sequences"
 MANY_ROWS = "more than 16 query rows per KV head"
 MORE_THAN_32 = "more than 32 query rows per KV head"
 UP_TO_32_ROWS, UNIFORM = "17 to 32 query rows per KV head", {"k_uniform": 1, "v_uniform": 1}
@@ -113,6 +114,7 @@ CASES = [
     Case("paged_attention", {"d": 256}, "split_kv", UP_TO_32),
     Case("paged_attention", {"group": 17}, "key_tiles", UP_TO_32_ROWS),
     Case("paged_attention", {"group": 33}, "row_tiles", MANY_ROWS),
+    Case("paged_attention", {"group": 16, "seqs": 17, "tokens": 17}, "key_tiles", MANY_SEQS),
     Case("paged_attention", {"d": 256, "group": 32}, "split_kv", UP_TO_32),
     Case("paged_attention", {"d": 256, "group": 33}, "row_tiles", MORE_THAN_32),
     Case("paged_attention", {"group": 32, **UNIFORM, "k_bits": 5}, "key_tiles", UP_TO_32_ROWS),

@@ -158,7 +158,7 @@ def test_mixed_batches():
     assert choice(8, 32, 8 * 32) == choice(8, 32, None) == ("key_tiles", UP_TO_32_ROWS)
     some_drafts = ("split_kv+key_tiles", DRAFTS)
     assert choice(8, 32, 8 * 32 - 1) == choice(8, 32, 8 * 32 + 1) == some_drafts
-    assert choice(4, 32, 40) == choice(4, 32, 4 * 32) == ("split_kv", FEW_ROWS)
+    assert choice(4, 16, 20) == choice(4, 16, 4 * 16) == ("split_kv", FEW_ROWS)
     # one query has more rows than split-KV takes, or all fit
     assert choice(2, 32, 40, q_heads=17, kv_heads=1) == ("row_tiles", MANY_ROWS)
     # a block of 16 rows holds one query of 16 heads
@@ -219,6 +219,33 @@ def test_launches_of_decode_steps_beside_drafts(native):
     assert launches(4, drafts=8, seqs=15) == (0, 4)
     assert launches(4, drafts=8, head_dim=32) == (0, 4)  # no block has fewer rows than 8
     assert launches(4, drafts=0) == (1, 4)  # and some have none
+
+
+def test_many_sequences_of_9_to_16_rows():
+    """More KV heads of sequences than multiprocessors: key tiles instead of blocks of 16 rows."""
+
+    def choice(max_q_len: int, seqs: int, tokens: int | None = None, **others: object) -> str:
+        call = {"head_dim": 128, "q_heads": 32, "kv_heads": 8, "preset": "k5v4u", "device": "H200"}
+        batch = {"max_q_len": max_q_len, "seqs": seqs, "tokens": tokens}
+        return kernel_choice("paged_attention", **{**call, **batch, **others}).kernel
+
+    of_few_instructions = ("k4v4u", "k3v3", "k3v2", "k2v2")  # for split-KV
+    for name, tail in itertools.product(tt.PRESETS, (False, True)):
+        others = {"preset": name, "tail": tail}
+        wanted = "key_tiles" if tail or name not in of_few_instructions else "split_kv"
+        assert choice(4, 17, **others) == choice(3, 17, **others) == wanted
+        assert choice(4, 16, **others) == choice(2, 17, **others) == "split_kv"
+    assert choice(5, 17) == "key_tiles"  # as with few sequences
+    one_query = {"q_heads": 9, "kv_heads": 1}
+    assert choice(1, 133, **one_query) == choice(1, 133, q_heads=16, kv_heads=1) == "key_tiles"
+    assert choice(1, 132, **one_query) == choice(1, 133, q_heads=8, kv_heads=1) == "split_kv"
+    # decode steps beside drafts have split-KV, unless they are few
+    assert choice(4, 20, 20 + 3 * 15) == "split_kv+key_tiles"
+    assert choice(4, 20, 20 + 3 * 16) == "key_tiles"
+    # others cannot take key tiles, or not with so few rows
+    assert choice(4, 32, head_dim=64) == choice(4, 32, head_dim=96) == "split_kv"
+    assert choice(4, 32, device="A100") == choice(4, 32, dtype="float32") == "split_kv"
+    assert choice(4, 32, preset=None, key_bits=3, value_bits=4) == "row_tiles"
 
 
 def test_other_calls_of_attention():

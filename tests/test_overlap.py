@@ -30,31 +30,33 @@ from tests.test_split_kv_launches import kernels_of
 
 pytestmark = pytest.mark.cuda
 
-# (preset, q_heads, queries of each sequence, tokens of the longest, kernels on compute capability
-# 9.0 with own tokens, of which split_kv may be launched twice)
+# (preset, (q_heads, kv_heads), queries of each sequence, tokens of the longest, kernels on compute
+# capability 9.0 with own tokens, of which split_kv may be launched twice)
 CALLS = {
-    "steps, drafts": ("k4v4u", 8, [1] * 6 + [6] * 3, 20_000, "split_kv key_tiles"),
-    "steps, wide drafts": ("k4v4", 32, [1] * 6 + [6] * 3, 20_000, "split_kv row_tiles"),
+    "steps, drafts": ("k4v4u", (8, 2), [1] * 6 + [6] * 3, 20_000, "split_kv key_tiles"),
+    "steps, many drafts": ("k5v4u", (16, 4), [1] * 24 + [4] * 16, 2_000, "split_kv key_tiles"),
+    "steps, wide drafts": ("k4v4", (32, 2), [1] * 6 + [6] * 3, 20_000, "split_kv row_tiles"),
     "steps, drafts, chunk": (
-        *("k5v4u", 16, [1] * 6 + [3, 900], 20_000),
+        *("k5v4u", (16, 2), [1] * 6 + [3, 900], 20_000),
         "split_kv prompts chunks row_tiles",
     ),
     "steps, prompts": (
-        *("k5v4u", 16, [1] * 6 + [700] * 6, 2_000),
+        *("k5v4u", (16, 2), [1] * 6 + [700] * 6, 2_000),
         "split_kv gather prompts row_tiles",
     ),
     "steps, chunks": (
-        *("k5v4u", 16, [1] * 6 + [900] * 3, 20_000),
+        *("k5v4u", (16, 2), [1] * 6 + [900] * 3, 20_000),
         "split_kv gather prompts chunks row_tiles",
     ),
-    "prompts": ("k5v4u", 16, [700] * 8, 2_000, "gather prompts row_tiles"),
+    "prompts": ("k5v4u", (16, 2), [700] * 8, 2_000, "gather prompts row_tiles"),
 }
 
 
 def of_name(name: str, seed: int) -> Case:
-    preset, q_heads, q_lens, longest, _ = CALLS[name]
+    preset, (q_heads, kv_heads), q_lens, longest, _ = CALLS[name]
     config = tt.preset(preset, 128)
-    return build(config, [longest] * len(q_lens), q_lens, q_heads=q_heads, seed=seed)
+    heads = {"q_heads": q_heads, "kv_heads": kv_heads}
+    return build(config, [longest] * len(q_lens), q_lens, **heads, seed=seed)
 
 
 def with_lengths(case: Case, chosen: random.Random) -> Case:

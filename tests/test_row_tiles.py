@@ -1,9 +1,9 @@
 """Many query rows on CUDA against the float64 oracle on the device, and what must not matter.
 
 On GPUs with products of warpgroups (9.0) the key-tile kernel takes 17 to 32 rows of 64 and 128
-channels, and the row-tile kernel all others. Elsewhere the general kernel takes them, which must
-give the same results. attention_cuda.py has the cases and the oracle's bounds, the files of
-split-KV have everything about few rows.
+channels, and 9 to 16 of many sequences, and the row-tile kernel all others. Elsewhere the split-KV
+kernel or the general one takes them, which must give the same results. attention_cuda.py has the
+cases and the oracle's bounds, the files of split-KV have everything about few rows.
 """
 
 import itertools
@@ -107,16 +107,53 @@ def test_first_and_last_numbers_of_rows_of_key_tiles(name, d):
         check(case, sliding_window=333, soft_cap=20.0)
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", tt.PRESETS)
+def test_blocks_of_16_rows_of_key_tiles(name):
+    """9 to 16 rows of many sequences. Blocks have several of them, and begin within one."""
+    first = list(tt.PRESETS).index(name)
+    for i, (group, q_len) in enumerate(((9, 1), (4, 3), (5, 3), (8, 2), (16, 1), (1, 13))):
+        page_size = (16, 32, 64, 128)[(first + i) % 4]
+        config = tt.preset(name, 128, page_size=page_size, recent_window=(37, 5, 64, 130)[i % 4])
+        lengths = [n + q_len for n in (0, 40, 63, 64, 130, 301, 700)] * 20
+        lengths[50] = 3000
+        case = build(
+            config,
+            lengths,
+            [q_len] * len(lengths),
+            q_heads=group,
+            kv_heads=1,
+            dtype=HALVES[i % 2],
+            center="scaled",
+            tail=i % 3 > 0,
+            seed=10 * first + i,
+        )
+        check(case)
+        check_own(case, sliding_window=333, soft_cap=20.0)
+
+
+@pytest.mark.parametrize("steps", [1, 9, 30])
+def test_steps_beside_drafts_of_16_rows(steps):
+    """Decode steps are another kernel's where they may be many, and sequences without queries are
+    nobody's."""
+    q_lens = [1] * steps + [4, 0, 3, 2] * 12 + [1] * steps
+    lengths = [(q_len and 1 + 77 * i % 900) + q_len for i, q_len in enumerate(q_lens)]
+    config = tt.preset("k5v4u", 128, recent_window=20)
+    for tail in (False, True):
+        case = build(config, lengths, q_lens, q_heads=16, kv_heads=4, center=True, tail=tail)
+        check(case)
+        check_own(case)
+
+
+@pytest.mark.parametrize(("d", "q_len", "times"), [(64, 5, 1), (128, 5, 1), (128, 4, 25)])
 @pytest.mark.parametrize("window", [1, 12, 28, 29, 88, 89, 92, 96, 184, 185, 300])
-def test_numbers_of_exact_keys_of_key_tiles(window, d):
-    """They are attended to 96 at a time, in blocks of 16: 8 more than the window here."""
+def test_numbers_of_exact_keys_of_key_tiles(window, d, q_len, times):
+    """They are attended to 96 at a time, in blocks of 16: 8 more than the window here, or 7."""
     config = tt.preset("k4v4u", d, recent_window=window)
     for dtype in HALVES:
         case = build(
             config,
-            [900, 40, 5],
-            [5] * 3,
+            [900, 40, 5] * times,
+            [q_len] * 3 * times,
             kv_heads=2,
             q_heads=8,
             dtype=dtype,

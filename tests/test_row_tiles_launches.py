@@ -103,6 +103,15 @@ def test_launches():
         assert chosen(build(config, *mixed)) == "split_kv+row_tiles"
         assert chosen(build(config, *drafts)) == "key_tiles"
         assert chosen(build(config, *some_drafts)) == "split_kv+key_tiles"
+        many = [300] * 67
+        for q_lens, wanted in (
+            ([4] * 67, "key_tiles"),
+            ([4] * 51 + [1] * 16, "key_tiles"),
+            ([4] * 50 + [1] * 17, "split_kv+key_tiles"),
+        ):
+            case = build(config, many, q_lens, tail=True)
+            assert chosen(case) == wanted
+            assert_launches(case)
 
 
 def test_more_work_than_one_call_can_count():

@@ -148,7 +148,7 @@ def _paged_attention(
     all_tokens = _size("tokens", batch[0] * batch[1] if tokens is None else tokens, most)
     batch[0] = min(batch[0], all_tokens)
     keys, values = _codes(c.key_bits, c.key_grid), _codes(c.value_bits, c.value_grid)
-    of_queries = [group, *batch, all_tokens, _DTYPES[_dtype(dtype)], int(tail)]
+    of_queries = [heads, group, *batch, all_tokens, _DTYPES[_dtype(dtype)], int(tail)]
     return [head_dim, *keys, *values, *of_queries]
 
 

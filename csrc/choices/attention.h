@@ -12,7 +12,7 @@ namespace turboquant {
 
 enum class AttentionKernel {
   kSplitKv,             // few query rows over long caches (cuda/attention/split_kv/kernel.cuh)
-  kKeyTiles,            // up to 32 query rows (cuda/attention/key_tiles/kernel.cuh)
+  kKeyTiles,            // 9 to 32 query rows (cuda/attention/key_tiles/kernel.cuh)
   kRowTiles,            // many query rows (cuda/attention/row_tiles/kernel.cuh)
   kSplitKvAndKeyTiles,  // sequences of few rows: split-KV, then those of more rows: one of the others
   kSplitKvAndRowTiles,
@@ -23,6 +23,7 @@ enum class AttentionKernel {
 struct AttentionShape {
   int head_dim;
   format::Codes keys, values;
+  int64_t kv_heads;
   int64_t group;      // query heads per KV head
   int64_t max_q_len;  // queries of a sequence at most; not more than tokens
   int64_t seqs, tokens;
@@ -103,6 +104,10 @@ constexpr int split_kv_pair(const format::Codes& keys, const format::Codes& valu
 // The head_dims that the key-tile kernel is compiled for, and the most rows that its blocks have.
 constexpr int kKeyTilesHeadDims[] = {64, 128};
 constexpr int kKeyTilesMostRows = 32;
+// The rows of its smallest block, of which more than half must exist, and the head_dims that have it. With 64 channels
+// split-KV is faster over long contexts, by more than key tiles would gain over short ones.
+constexpr int kSmallKeyTilesRows = 16;
+constexpr bool has_small_key_tiles(int head_dim) { return head_dim == 128; }
 constexpr bool is_key_tiles_head_dim(int head_dim) {
   for (const int d : kKeyTilesHeadDims) {
     if (d == head_dim) return true;
@@ -149,6 +154,18 @@ constexpr const char* refusal_of_row_tiles(const AttentionShape& shape, const De
 constexpr bool fits_key_tiles(const AttentionShape& shape, int64_t rows) {
   return rows <= kKeyTilesMostRows && is_key_tiles_head_dim(shape.head_dim) &&
          split_kv_pair(shape.keys, shape.values) >= 0;
+}
+
+// Whether they take a call whose sequences have up to so many rows from split-KV, where both can take it.
+//
+// Split-KV needs up to twice as long for 16 rows as for 8, above all where segments begin and end, for exact keys, and
+// for keys that take it many instructions. It keeps the calls that have a multiprocessor or more for each KV head of a
+// sequence: it divides them better, and if they are short, it attends to them in another way
+// (cuda/attention/split_kv/few_units.cuh).
+constexpr bool prefers_key_tiles(const AttentionShape& shape, const DeviceFacts& device, int64_t rows) {
+  const bool fits = 2 * rows > kSmallKeyTilesRows && rows <= kSmallKeyTilesRows && has_small_key_tiles(shape.head_dim);
+  const bool slow_keys = shape.keys == kByte || shape.keys == kUniform5 || shape.keys == kLevels4;
+  return fits && shape.seqs * shape.kv_heads > device.multiprocessors && (shape.has_exact || slow_keys);
 }
 
 // The reason that names a limit.
@@ -201,7 +218,8 @@ constexpr int64_t few_queries_of_steps(const AttentionShape& shape, int limit) {
 
 // Which kernel takes sequences of how many query rows (max_q_len * group, of a KV head):
 //   rows <= limit                split-KV: one launch, with blocks of up to 16 or 8 rows, and one more for decode steps
-//                                beside drafts (few_queries_of_steps)
+//                                beside drafts (few_queries_of_steps). Key tiles take the place of blocks of 16 rows in
+//                                calls of many sequences (prefers_key_tiles)
 //   else, and every sequence     key tiles up to 32 rows, else row tiles: one launch. It must be so where tokens =
 //   has more than the limit      seqs * max_q_len, or where one query has more rows than the limit
 //   else                         split-KV, once or twice (MixedQueries), and one of these: the lengths are on the
@@ -217,6 +235,11 @@ constexpr AttentionChoice choose_attention(const AttentionShape& shape, const De
   const int pair = split_kv_pair(shape.keys, shape.values);
   const int64_t rows = shape.max_q_len * shape.group;
   const bool few = rows <= limit;
+  if (!no_row_tiles && !no_split_kv && choices::prefers_key_tiles(shape, device, rows)) {
+    const int64_t steps = choices::few_queries_of_steps(shape, block);
+    return {steps ? Kernel::kSplitKvAndKeyTiles : Kernel::kKeyTiles, "9 to 16 query rows per KV head, many sequences",
+            pair, steps};
+  }
   if (few && !no_split_kv) {
     return {Kernel::kSplitKv, choices::few_rows(limit), pair, shape.max_q_len,
             choices::few_queries_of_steps(shape, block)};

@@ -23,6 +23,7 @@ AttentionShape shape_of(const Attention& a) {
   return {.head_dim = a.record.head_dim,
           .keys = {a.record.key_width(), grid(a.key_levels)},
           .values = {a.record.value_width(), grid(a.value_levels)},
+          .kv_heads = a.kv_heads,
           .group = a.group,
           .max_q_len = a.max_q_len,
           .seqs = a.seqs,

@@ -17,6 +17,7 @@ EXPERTS = {"choices": 8, "experts": 128, "k": 2048}
 CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("paged_attention", STEP, {}),
     ("paged_attention", STEP, {"max_q_len": 4}),
+    ("paged_attention", STEP, {"max_q_len": 4, "seqs": 17}),
     ("paged_attention", STEP, {"max_q_len": 5}),
     ("paged_attention", STEP, {"max_q_len": 512, "seqs": 61, "tokens": 572}),
     ("paged_attention", STEP, {"max_q_len": 5, "head_dim": 96}),

@@ -147,6 +147,7 @@ PYBIND11_MODULE(turboquant_native, m) {
     const AttentionShape shape{.head_dim = head_dim,
                                .keys = choices::kUniform4,
                                .values = choices::kUniform4,
+                               .kv_heads = 1,
                                .group = group,
                                .max_q_len = max_q_len,
                                .seqs = seqs,

@@ -165,6 +165,7 @@ Answer choose_attention(Facts& facts, const DeviceFacts& device) {
   const AttentionShape shape{.head_dim = facts.vector_dim(),
                              .keys = facts.codes(),
                              .values = facts.codes(),
+                             .kv_heads = facts.heads(),
                              .group = facts.heads(),
                              .max_q_len = facts.integer(1, INT32_MAX),
                              .seqs = facts.integer(1, INT32_MAX),

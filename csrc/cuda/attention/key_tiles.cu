@@ -71,7 +71,7 @@ void KeyTilesLaunch::lay_out(int shared_limit) {
       place(p.rows, rows * static_cast<int>(sizeof(split_kv::QueryRow)) + 8);
   place(p.notes, (kThreads / 32 + 1) * static_cast<int>(sizeof(split_kv::WarpNotes)));
   p.stages = std::min((shared_limit - bytes) / p.unit_bytes, kMaxStages);
-  p.join = p.exact = 0, p.result = up(std::max(part_bytes + join_bytes(rows), exact_bytes(d)));
+  p.join = p.exact = 0, p.result = up(std::max(part_bytes + join_bytes(rows), exact_bytes(d, rows)));
   const int ring = std::max(p.stages * p.unit_bytes, up(p.result + part_bytes - passing));
   for (int* at : {&p.operands, &p.weights, &p.table, &p.factors, &p.exchange, &p.barriers, &p.present, &p.signs,
                   &p.rows, &p.notes}) {

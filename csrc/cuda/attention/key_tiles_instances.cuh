@@ -1,6 +1,8 @@
-// The kernels of one head_dim and one kind of keys, for blocks of 24 and 32 rows.
+// The kernels of one head_dim and one kind of keys, for blocks of 24 and 32 rows, and of 16 where choose_attention has
+// calls for them.
 #pragma once
 
+#include "choices/attention.h"
 #include "cuda/attention/key_tiles.cuh"
 #include "cuda/attention/key_tiles/kernel.cuh"
 
@@ -20,6 +22,9 @@ KernelEntry find_kernel(int rows) {
                        Keys::kStep,
                        Keys::kOffset};
   };
+  if constexpr (has_small_key_tiles(D)) {
+    if (rows <= kSmallKeyTilesRows) return entry(std::integral_constant<int, kSmallKeyTilesRows>{});
+  }
   if (rows <= 24) return entry(std::integral_constant<int, 24>{});
   return entry(std::integral_constant<int, 32>{});
 }

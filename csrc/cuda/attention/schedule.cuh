@@ -22,11 +22,13 @@ namespace turboquant::cuda {
 constexpr int kUnitTokens = 64;       // keys of a unit of codes
 constexpr int kSegmentOverhead = 16;  // the end of a segment takes as long as so many units
 
-// Of blocks with so many rows: the shortest part, in units, that a segment is cut into; and the fewest units that
-// exact keys count as, if there are any. Key tiles, whose blocks have more than 16 rows, take longer for each unit, and
-// as long for few exact keys as for six units (docs/measurements/performance_key_tiles.md).
-constexpr int least_part(int rows) { return rows > 16 ? 4 : 8; }
-constexpr int least_exact(int rows) { return rows > 16 ? 6 : 1; }
+// Of a kernel: the shortest part, in units, that a segment is cut into; and the fewest units that exact keys count as,
+// if there are any. Key tiles take longer for each unit than split-KV, and as long for few exact keys as for six units
+// (docs/measurements/performance_key_tiles.md).
+struct Least {
+  int part, exact;
+};
+constexpr Least kSplitKvLeast{8, 1}, kKeyTilesLeast{4, 6};
 
 // Everything that follows from the length of a sequence.
 struct SequenceWork {
@@ -47,7 +49,7 @@ struct SequenceWork {
   __device__ __forceinline__ int exact_key(int i) const { return i < sinks ? i : recent + i - sinks; }
 };
 
-// ROWS: rows of a block of rows. LEAST_EXACT: see least_exact. per_unit: exact keys of a unit. early: lengths are read
+// ROWS: rows of a block of rows. LEAST_EXACT: see Least. per_unit: exact keys of a unit. early: lengths are read
 // before the previous kernel has ended.
 template <int ROWS, int LEAST_EXACT>
 __device__ __forceinline__ SequenceWork work_of_sequence(const Attention& a, const Divisor& per_unit, int s,
@@ -134,7 +136,7 @@ struct BlockShare {
 };
 
 // One warp computes the share of its block; each lane counts the work of a run of neighbouring sequences.
-//   LEAST, LEAST_EXACT   see least_part and least_exact
+//   LEAST   of the kernel
 //   grid    the number of blocks
 //   counts  shared memory of `room` bytes for (units, segments) of each sequence, unless there are too many sequences
 //   early   lengths are read while the previous kernel may still be writing them
@@ -142,7 +144,7 @@ struct BlockShare {
 // Returns the lane whose `found` is the share; that of other lanes has no meaning. kSameShare: no length that decides
 // about the share has changed since the earlier call, whose share is right.
 constexpr int kSameShare = -1;
-template <int ROWS, int LEAST, int LEAST_EXACT>
+template <int ROWS, Least LEAST>
 __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_unit, const Divisor& grid, uint2* counts,
                                         int room, bool early, const Segment* known, BlockShare& found) {
   const int lane = static_cast<int>(threadIdx.x % 32), block = static_cast<int>(blockIdx.x);
@@ -165,7 +167,7 @@ __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_u
   for (bool counted = false;; counted = true) {
 #pragma unroll 1
     for (s = mine; s < behind; ++s) {
-      if (!counted || each > 1) x = work_of_sequence<ROWS, LEAST_EXACT>(a, per_unit, s, early);
+      if (!counted || each > 1) x = work_of_sequence<ROWS, LEAST.exact>(a, per_unit, s, early);
       const int count = x.blocks * a.kv_heads;
       if (counted) {
         const int own = numbers_of_segment() * count;
@@ -191,7 +193,7 @@ __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_u
     least = -max_of_lanes(-least), most = max_of_lanes(most);
     const bool alike = least == most;
     int share = quotient(numbers, grid), longer = numbers - share * grid;
-    const int fair = max(share + (longer > 0 ? 1 : 0), LEAST);
+    const int fair = max(share + (longer > 0 ? 1 : 0), LEAST.part);
     int own = units + kSegmentOverhead * segments;  // numbers of the lane's sequences
 
     // Equal parts of one segment for each block: the smallest part size, up to `fair`, for which there are enough
@@ -199,9 +201,9 @@ __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_u
     if (remember && all_segments <= grid) {
       int low, high = fair + 1, middle = fair;
       if (alike) {
-        low = middle = max(ceil_div(most, small_quotient(grid, all_segments)), LEAST);
+        low = middle = max(ceil_div(most, small_quotient(grid, all_segments)), LEAST.part);
       } else {
-        low = max(quotient(total - 1, grid) + 1, LEAST);
+        low = max(quotient(total - 1, grid) + 1, LEAST.part);
       }
 #pragma unroll 1
       for (; low < high; middle = (low + high) / 2) {

@@ -99,8 +99,8 @@ FewUnitsPlan few_units_of(const Attention& a, const DeviceFacts& device, const K
 
 void check_limits(const Attention& a, const StageLayout& layout, int64_t blocks_of_rows) {
   const int64_t tokens = int64_t{a.max_pages} * a.record.page_size;
-  const int64_t exact =
-      int64_t{a.sink_tokens} + a.ring + least_exact(kKeyTilesMostRows) + (a.new_keys ? a.max_q_len : 0);
+  const int64_t exact = int64_t{a.sink_tokens} + a.ring + std::max(kSplitKvLeast.exact, kKeyTilesLeast.exact) +
+                        (a.new_keys ? a.max_q_len : 0);
   const int64_t units = tokens / kUnitTokens + 1 + exact + kSegmentOverhead;
   // in floating point, where the product cannot overflow
   STD_TORCH_CHECK(1.0 * units * blocks_of_rows * a.kv_heads * a.seqs <= INT32_MAX, "paged_attention: ", a.seqs,

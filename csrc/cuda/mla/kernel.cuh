@@ -69,9 +69,9 @@ class LatentBlock {
     // The previous kernel has prepared queries. It began when all earlier ones had ended, and let this one begin then.
     if (block_.warp == 0) {
       BlockShare share;
-      const int finder = cut_work<S::kRows, kLeastPart, kLeastExact>(a, Divisor(kExactPerUnit), block_.plan.grid,
-                                                                     reinterpret_cast<uint2*>(block_.shared),
-                                                                     block_.plan.queries, false, nullptr, share);
+      const int finder = cut_work<S::kRows, kLeast>(a, Divisor(kExactPerUnit), block_.plan.grid,
+                                                    reinterpret_cast<uint2*>(block_.shared), block_.plan.queries, false,
+                                                    nullptr, share);
       if (block_.lane == finder) notes_.share = share;
     } else {
       constexpr int kOthers = S::kThreads - 32;
@@ -134,7 +134,7 @@ class LatentBlock {
     __syncthreads();
     if (block_.warp == 0) {
       Segment next = notes_.share.segment;
-      next.template seek<S::kRows, kLeastExact>(block_.call.a, Divisor(kExactPerUnit), gap, unit);
+      next.template seek<S::kRows, kLeast.exact>(block_.call.a, Divisor(kExactPerUnit), gap, unit);
       __syncwarp();
       if (block_.lane == 0) notes_.share.segment = next;
     }

@@ -45,8 +45,7 @@ constexpr int kJoinWarps = 8;       // of a block of the kernel that joins parts
 constexpr int kMostJoinBlocks = 8;  // that join a row in it, a cluster
 constexpr int kFewParts = 8;        // that a warp of the kernel that joins parts adds up in a moment
 constexpr int kExactPerUnit = 8;    // exact keys that take as long as a unit of codes, if there are some 70 of them
-constexpr int kLeastPart = 2;       // units of the shortest part that a segment is cut into
-constexpr int kLeastExact = 1;      // units of exact keys, if there are any
+constexpr Least kLeast{2, 1};
 
 // A partial result of a row: its maximum (base 2), its denominator, what its sums are too large by, and its sums.
 constexpr int kPartHead = 4;

@@ -12,7 +12,8 @@
 
 namespace turboquant::cuda::key_tiles {
 
-constexpr int kExactKeys = 96, kExactRows = 32;  // at a time: a window of 64 tokens, sinks and drafts
+constexpr int kExactKeys = 96;  // at a time: a window of 64 tokens, sinks and drafts
+__host__ __device__ constexpr int exact_rows(int rows) { return rows <= 16 ? 16 : 32; }
 
 // Elements from one key, value or query to the next: eight neighbours' words for one ldmatrix are in different banks.
 __host__ __device__ constexpr int exact_stride(int channels) { return channels + 8; }
@@ -21,12 +22,13 @@ __host__ __device__ constexpr int exact_stride(int channels) { return channels +
 constexpr int kScoreStride = kExactKeys + 8, kWeightStride = kExactKeys + 8;
 
 // Bytes of shared memory that it needs.
-constexpr int exact_bytes(int d) {
-  return (2 * kExactKeys + kExactRows) * exact_stride(d) * 2 + kExactRows * kScoreStride * 4 + 6 * kExactRows * 4;
+constexpr int exact_bytes(int d, int rows) {
+  return (2 * kExactKeys + exact_rows(rows)) * exact_stride(d) * 2 + exact_rows(rows) * (kScoreStride + 6) * 4;
 }
 
 template <class S>
 class ExactKeys {
+  static constexpr int kExactRows = exact_rows(S::kRows);
   static constexpr int kD = S::kDim, kTiles = kExactRows / 8, kStride = exact_stride(kD);
   static constexpr int kRowsOfWarp = kExactRows / kWarps, kKeysOfWarp = kExactKeys / kWarps;
   static constexpr int kLanesOfRow = 32 / kRowsOfWarp;
@@ -146,7 +148,7 @@ class ExactKeys {
 
   // scores_[row][key]: a warp has eight rows and every other block of 16 keys.
   __device__ __forceinline__ void multiply_keys() const {
-    constexpr int kEvery = kWarps / kTiles, kBlocks = kExactKeys / 16 / kEvery;
+    constexpr int kEvery = kWarps / kTiles, kBlocks = (kExactKeys / 16 + kEvery - 1) / kEvery;
     const int lane = block_.lane, tile = block_.warp % kTiles, block = block_.warp / kTiles;
     const uint16_t* keys = keys_ + (block * 16 + lane % 16) * kStride + lane / 16 * 8;
     const uint16_t* queries = queries_ + (tile * 8 + lane % 8) * kStride + lane / 8 * 8;
@@ -165,6 +167,7 @@ class ExactKeys {
     float* to = scores_ + (tile * 8 + 2 * block_.t) * kScoreStride + block * 16 + block_.g;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b, to += kEvery * 16) {
+      if (block + b * kEvery >= kExactKeys / 16) break;
       to[0] = d[b][0], to[kScoreStride] = d[b][1];
       to[8] = d[b][2], to[kScoreStride + 8] = d[b][3];
     }

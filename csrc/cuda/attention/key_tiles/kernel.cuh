@@ -1,4 +1,4 @@
-// The key-tile kernel: attention of 17 to 32 query rows over long packed caches, for devices with products of
+// The key-tile kernel: attention of 9 to 32 query rows over long packed caches, for devices with products of
 // warpgroups (compute capability 9.0): drafts that are verified, wide groups of query heads.
 //
 // So many rows are too few to be the long side of products, as in row tiles, and too many for one warp's registers, as
@@ -35,13 +35,13 @@ namespace turboquant::cuda::key_tiles {
 template <class S, class KEYS>
 class KeyTilesBlock {
   using Rows = split_kv::QueryRows<S::kDim, S::kRows>;
-  using List = split_kv::WorkList<S::kRows>;
+  using List = split_kv::WorkList<S::kRows, kKeyTilesLeast>;
   using Join = split_kv::Join<S::kDim, S::kRows / 4>;
 
  public:
   __device__ __forceinline__ KeyTilesBlock(const Attention& a, const StageLayout& layout, const Plan& plan,
                                            uint8_t* shared)
-      : block_(a, layout, plan, shared), list_(block_), rows_(block_), join_(block_) {}
+      : block_(a, layout, plan, shared), list_(block_), rows_(block_) {}
 
   __device__ __forceinline__ void run() {
     block_.plan.overlap.enter();
@@ -157,10 +157,17 @@ class KeyTilesBlock {
     if (begin < end) ExactKeys<S>(fresh_view(), rows_, segment).attend(begin, end, block_.result());
   }
 
+  // Joins the partial results of the attended segment; true: the joined one is in this block. It is not inlined: it
+  // needs many registers for the loads that are under way, and its code exists once for both warpgroups.
+  static __device__ __noinline__ bool join(const Attention& a, const StageLayout& layout, const Plan& plan,
+                                           uint8_t* shared) {
+    const View block(a, layout, plan, shared);
+    return join_blocks<S>(Join(block), List(block), block.result(), block.join());
+  }
   // The end of a segment, of which this block had numbers [from, to).
   __device__ __forceinline__ void finish(const Segment& segment, int from, int to) {
     const bool whole = from == segment.begin && to == segment.end();
-    const bool last = whole || join_blocks<S>(join_, list_, block_.result(), block_.join());
+    const bool last = whole || join(block_.call, block_.layout, block_.own, block_.shared);
     const float* joined = whole ? block_.result() : block_.join();
     if (last) split_kv::write_results(block_, rows_, segment, joined, 1);
     __syncthreads();
@@ -169,7 +176,6 @@ class KeyTilesBlock {
   const View block_;
   const List list_;
   const Rows rows_;
-  const Join join_;
   Turn turn_;
 };
 

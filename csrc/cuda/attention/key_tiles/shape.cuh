@@ -20,7 +20,7 @@ constexpr int kMaxStages = 8;
 // D: head_dim. ROWS: query rows of a block.
 template <int D, int ROWS>
 struct Shape {
-  static_assert((D == 64 || D == 128) && (ROWS == 24 || ROWS == 32));
+  static_assert((D == 64 || D == 128) && (ROWS == 16 || ROWS == 24 || ROWS == 32));
   static constexpr int kDim = D, kRows = ROWS;
   static constexpr int kRowTiles = ROWS / 8;  // a product's columns are eight rows each
   static constexpr int kBlocks = 2;           // per multiprocessor

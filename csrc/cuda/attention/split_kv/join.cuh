@@ -124,7 +124,8 @@ class Join {
     return arrives_last(list, list.notes().first_block, list.notes().blocks);
   }
   // The same of `count` blocks, by the counter of `block`.
-  __device__ __forceinline__ bool arrives_last(const List& list, int block, int count) const {
+  template <class AnyList>
+  __device__ __forceinline__ bool arrives_last(const AnyList& list, int block, int count) const {
     if (threadIdx.x == 0) list.flag() = count_arrival(block_.plan.arrivals + block, count);
     __syncthreads();
     return list.flag();
