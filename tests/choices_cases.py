@@ -21,7 +21,8 @@ CALLS: dict[str, dict[str, int]] = {
         "d": 128,
         **{f"k_{name}": fact for name, fact in CODES.items()},
         **{f"v_{name}": fact for name, fact in CODES.items()},
-        **{"kv_heads": 8, "group": 4, "q_len": 1, "seqs": 1, "tokens": 1, "dtype": BF16, "tail": 1},
+        **{"kv_heads": 8, "group": 4, "q_len": 1, "seqs": 1, "tokens": 1, "room": 9000},
+        **{"dtype": BF16, "tail": 1},
     },
     "mla_attention": {
         **{"d": 512, "bits": 4, "uniform": 1, "dtype": BF16, "rope_dtype": BF16, "rows": 16},

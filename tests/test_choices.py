@@ -230,9 +230,9 @@ def test_many_sequences_of_9_to_16_rows():
         return kernel_choice("paged_attention", **{**call, **batch, **others}).kernel
 
     of_few_instructions = ("k4v4u", "k3v3", "k3v2", "k2v2")  # for split-KV
-    for name, tail in itertools.product(tt.PRESETS, (False, True)):
-        others = {"preset": name, "tail": tail}
-        wanted = "key_tiles" if tail or name not in of_few_instructions else "split_kv"
+    for name, room in itertools.product(tt.PRESETS, (2048, 2049, None)):
+        others = {"preset": name, "max_seq_len": room}
+        wanted = "split_kv" if room != 2048 and name in of_few_instructions else "key_tiles"
         assert choice(4, 17, **others) == choice(3, 17, **others) == wanted
         assert choice(4, 16, **others) == choice(2, 17, **others) == "split_kv"
     assert choice(5, 17) == "key_tiles"  # as with few sequences

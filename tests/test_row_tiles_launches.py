@@ -59,6 +59,7 @@ def choice_of(case: Case) -> tt.KernelChoice:
         max_q_len=case.max_q_len,
         seqs=len(case.lengths),
         tokens=len(case.q),
+        max_seq_len=case.table.shape[1] * c.page_size,
         key_bits=c.key_bits,
         value_bits=c.value_bits,
         key_grid=c.key_grid,
@@ -103,13 +104,13 @@ def test_launches():
         assert chosen(build(config, *mixed)) == "split_kv+row_tiles"
         assert chosen(build(config, *drafts)) == "key_tiles"
         assert chosen(build(config, *some_drafts)) == "split_kv+key_tiles"
-        many = [300] * 67
-        for q_lens, wanted in (
-            ([4] * 67, "key_tiles"),
-            ([4] * 51 + [1] * 16, "key_tiles"),
-            ([4] * 50 + [1] * 17, "split_kv+key_tiles"),
+        for longest, q_lens, wanted in (
+            (2016, [4] * 67, "key_tiles"),
+            (2016, [4] * 51 + [1] * 16, "key_tiles"),
+            (2016, [4] * 50 + [1] * 17, "split_kv+key_tiles"),
+            (2017, [4] * 67, "split_kv"),  # block_table has room for more than 2,048
         ):
-            case = build(config, many, q_lens, tail=True)
+            case = build(config, [longest, *[300] * 66], q_lens, tail=True)
             assert chosen(case) == wanted
             assert_launches(case)
 

@@ -130,6 +130,7 @@ def _paged_attention(
     max_q_len: int = 1,
     seqs: int = 1,
     tokens: int | None = None,
+    max_seq_len: int | None = None,
     preset: str | None = None,
     key_bits: int | None = None,
     value_bits: int | None = None,
@@ -148,7 +149,8 @@ def _paged_attention(
     all_tokens = _size("tokens", batch[0] * batch[1] if tokens is None else tokens, most)
     batch[0] = min(batch[0], all_tokens)
     keys, values = _codes(c.key_bits, c.key_grid), _codes(c.value_bits, c.value_grid)
-    of_queries = [heads, group, *batch, all_tokens, _DTYPES[_dtype(dtype)], int(tail)]
+    room = most if max_seq_len is None else _size("max_seq_len", max_seq_len, most)
+    of_queries = [heads, group, *batch, all_tokens, room, _DTYPES[_dtype(dtype)], int(tail)]
     return [head_dim, *keys, *values, *of_queries]
 
 
@@ -359,8 +361,8 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
     The call is taken to have new, contiguous tensors. What describes it depends on the op:
 
     ===============  ===============================================================================
-    paged_attention  head_dim, q_heads, kv_heads, a cache; max_q_len, seqs, tokens, key_grid,
-                     value_grid, dtype, tail
+    paged_attention  head_dim, q_heads, kv_heads, a cache; max_q_len, seqs, tokens, max_seq_len,
+                     key_grid, value_grid, dtype, tail
     mla_attention    ; preset, bits, grid, latent_dim, q_heads, max_q_len, dtype, rope_dtype
     cache_store      head_dim, tokens, kv_heads, a cache; search, page_size, dtype, tail
     cache_load       head_dim, seqs, max_seq_len, kv_heads, a cache; dtype
@@ -383,7 +385,8 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
         shape: the sizes above; dtype is a torch.dtype or its name, bfloat16 if it is not given;
             tail says whether the call has exact keys (a tail, or k_new), dense whether the
             projection of a sketch is a matrix. In paged_attention tokens counts the queries of all
-            sequences; if it is not given, each of them has max_q_len.
+            sequences; if it is not given, each of them has max_q_len. There, max_seq_len is what
+            block_table has pages for; if it is not given, sequences may be long.
 
     Raises:
         ValueError: an op, device, option or size that does not exist; the text names those that do.

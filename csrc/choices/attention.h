@@ -27,6 +27,7 @@ struct AttentionShape {
   int64_t group;      // query heads per KV head
   int64_t max_q_len;  // queries of a sequence at most; not more than tokens
   int64_t seqs, tokens;
+  int64_t room;    // keys that block_table has pages for in each sequence; the host knows no better bound of lengths
   Dtype dtype;     // of queries, results and exact keys
   bool has_exact;  // exact keys: a tail, or the call's own tokens
 };
@@ -161,11 +162,12 @@ constexpr bool fits_key_tiles(const AttentionShape& shape, int64_t rows) {
 // Split-KV needs up to twice as long for 16 rows as for 8, above all where segments begin and end, for exact keys, and
 // for keys that take it many instructions. It keeps the calls that have a multiprocessor or more for each KV head of a
 // sequence: it divides them better, and if they are short, it attends to them in another way
-// (cuda/attention/split_kv/few_units.cuh).
+// (cuda/attention/split_kv/few_units.cuh). It also keeps other keys where sequences may be long.
+constexpr int64_t kShortRoom = 2048;
 constexpr bool prefers_key_tiles(const AttentionShape& shape, const DeviceFacts& device, int64_t rows) {
   const bool fits = 2 * rows > kSmallKeyTilesRows && rows <= kSmallKeyTilesRows && has_small_key_tiles(shape.head_dim);
   const bool slow_keys = shape.keys == kByte || shape.keys == kUniform5 || shape.keys == kLevels4;
-  return fits && shape.seqs * shape.kv_heads > device.multiprocessors && (shape.has_exact || slow_keys);
+  return fits && shape.seqs * shape.kv_heads > device.multiprocessors && (slow_keys || shape.room <= kShortRoom);
 }
 
 // The reason that names a limit.

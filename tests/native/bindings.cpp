@@ -152,6 +152,7 @@ PYBIND11_MODULE(turboquant_native, m) {
                                .max_q_len = max_q_len,
                                .seqs = seqs,
                                .tokens = tokens,
+                               .room = 100'000,
                                .dtype = Dtype::kBFloat16,
                                .has_exact = true};
     const DeviceFacts h200{9, 0, 132, 227 << 10, 228 << 10, true};

@@ -37,10 +37,10 @@ largest output.
 The key-tile kernel (csrc/cuda/attention/key_tiles.cu) takes sequences of 17 to 32 rows in bfloat16
 or float16 with d = 64 or 128 and the codes of any preset, on compute capability 9.0. With d = 128
 it also takes those of 9 to 16 rows, in calls with more KV heads of sequences (sequences x KV heads)
-than the device has multiprocessors, no sequence of more rows, and exact keys or keys of 8 bits, 5
-bits or 4-bit Lloyd-Max levels. It rounds queries as split-KV does, and weights times value scales
-to float16. Exact keys and values are not rounded, and their weights are sums of two elements of
-their dtype.
+than the device has multiprocessors, no sequence of more rows, and keys of 8 bits, 5 bits or 4-bit
+Lloyd-Max levels or a block_table with room for up to 2,048 tokens of each. It rounds queries as
+split-KV does, and weights times value scales to float16. Exact keys and values are not rounded, and
+their weights are sums of two elements of their dtype.
 
 The row-tile kernel (csrc/cuda/attention/row_tiles.cu) takes sequences of more query rows in
 bfloat16 or float16 with d up to 256, which it pads to a multiple of 64, and all bits and grids but

@@ -170,6 +170,7 @@ Answer choose_attention(Facts& facts, const DeviceFacts& device) {
                              .max_q_len = facts.integer(1, INT32_MAX),
                              .seqs = facts.integer(1, INT32_MAX),
                              .tokens = facts.integer(1, INT32_MAX),
+                             .room = facts.integer(1, INT32_MAX),
                              .dtype = facts.dtype(),
                              .has_exact = facts.flag()};
   return facts.valid() ? answer(turboquant::choose_attention(shape, device)) : kBadFacts;
