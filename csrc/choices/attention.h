@@ -162,7 +162,8 @@ constexpr bool fits_key_tiles(const AttentionShape& shape, int64_t rows) {
 // Split-KV needs up to twice as long for 16 rows as for 8, above all where segments begin and end, for exact keys, and
 // for keys that take it many instructions. It keeps the calls that have a multiprocessor or more for each KV head of a
 // sequence: it divides them better, and if they are short, it attends to them in another way
-// (cuda/attention/split_kv/few_units.cuh). It also keeps other keys where sequences may be long.
+// (cuda/attention/split_kv/few_units.cuh). It also keeps keys that take it few instructions, where sequences may be
+// long. (docs/measurements/performance_key_tiles.md has the times.)
 constexpr int64_t kShortRoom = 2048;
 constexpr bool prefers_key_tiles(const AttentionShape& shape, const DeviceFacts& device, int64_t rows) {
   const bool fits = 2 * rows > kSmallKeyTilesRows && rows <= kSmallKeyTilesRows && has_small_key_tiles(shape.head_dim);

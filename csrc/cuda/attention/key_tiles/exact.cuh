@@ -13,6 +13,7 @@
 namespace turboquant::cuda::key_tiles {
 
 constexpr int kExactKeys = 96;  // at a time: a window of 64 tokens, sinks and drafts
+// Rows at a time, of a block of so many: a power of two, which the warps divide among them.
 __host__ __device__ constexpr int exact_rows(int rows) { return rows <= 16 ? 16 : 32; }
 
 // Elements from one key, value or query to the next: eight neighbours' words for one ldmatrix are in different banks.
@@ -146,7 +147,7 @@ class ExactKeys {
     return spoiled;
   }
 
-  // scores_[row][key]: a warp has eight rows and every other block of 16 keys.
+  // scores_[row][key]: a warp has eight rows and every kEvery-th block of 16 keys.
   __device__ __forceinline__ void multiply_keys() const {
     constexpr int kEvery = kWarps / kTiles, kBlocks = (kExactKeys / 16 + kEvery - 1) / kEvery;
     const int lane = block_.lane, tile = block_.warp % kTiles, block = block_.warp / kTiles;
@@ -316,10 +317,10 @@ class ExactKeys {
   const Rows rows_;
   const Segment& segment_;
   int first_, count_, blocks_;  // the keys that are attended to, and their blocks of 16
-  uint16_t *keys_, *values_;    // [96, stride] each
-  uint16_t* queries_;           // [32, stride]
-  float* scores_;               // [32 rows, kScoreStride]
-  float* state_;                // [6, 32]
+  uint16_t *keys_, *values_;    // [kExactKeys, kStride] each
+  uint16_t* queries_;           // [kExactRows, kStride]
+  float* scores_;               // [kExactRows, kScoreStride]
+  float* state_;                // [6, kExactRows]
   float sums_[4 * kTiles];
 };
 

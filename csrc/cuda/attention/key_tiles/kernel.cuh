@@ -54,7 +54,8 @@ class KeyTilesBlock {
   }
 
  private:
-  // Both warpgroups have code of their own for everything, so that neither's registers hold what only the other needs.
+  // Both warpgroups have code of their own for everything but the join, so that neither's registers hold what only the
+  // other needs.
   template <bool VALUES>
   __device__ __forceinline__ void attend_segments() {
     const split_kv::WarpNotes& notes = list_.notes();
