@@ -34,6 +34,12 @@ from torch_turboquant.ops import _cache_checks as checks
 
 # ---- checks
 
+# What the ops raise before they touch memory. They check everything, so products call them first: a
+# wrapper's own checks take as long as the op for one token, and ten times that after a model's
+# weights have passed through the caches. They run if the op refuses, and name what is wrong as
+# other wrappers do.
+_REFUSALS = (RuntimeError, TypeError)
+
 
 def _check_signs(signs: Tensor, device: torch.device) -> int:
     """float32 [group]; returns group."""
@@ -316,12 +322,13 @@ def linear_packed(
         ValueError: another shape, stride, device, bits or sub.
         RuntimeError: x or bias is differentiated; the op has no derivative.
     """
-    _check_linear(x, packed, signs, levels, n, bits, sub, channel_inverse, bias)
     op = torch.ops.turboquant.linear_packed.default
     try:
         return op(x, packed, signs, levels, n, bits, sub, channel_inverse, bias)
-    except RuntimeError as error:
-        raise named_error(error) from None
+    except _REFUSALS as error:
+        refusal = error
+    _check_linear(x, packed, signs, levels, n, bits, sub, channel_inverse, bias)
+    raise named_error(refusal) from None
 
 
 def _check_linear(
@@ -393,12 +400,13 @@ def linear_experts(
             channels that shared memory has no room for those of a token (more than 2,048 on a T4,
             11,008 on an L4, 27,392 on an A100).
     """
-    _check_experts(x, packed, experts, signs, levels, n, bits, sub, bias)
     op = torch.ops.turboquant.linear_experts.default
     try:
         return op(x, packed, experts, signs, levels, n, bits, sub, bias)
-    except RuntimeError as error:
-        raise named_error(error) from None
+    except _REFUSALS as error:
+        refusal = error
+    _check_experts(x, packed, experts, signs, levels, n, bits, sub, bias)
+    raise named_error(refusal) from None
 
 
 def _check_experts(
