@@ -36,10 +36,6 @@ struct BFloat16 {
 ALWAYS_INLINE void prefetch(const void* p, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
 }
-// The same, but into the second cache only, for what is not needed soon.
-ALWAYS_INLINE void prefetch_far(const void* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i, 0, 2);
-}
 
 constexpr float kInfinity = __builtin_inff();
 

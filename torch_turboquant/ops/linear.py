@@ -32,6 +32,9 @@ from torch_turboquant.format import (
 )
 from torch_turboquant.ops import _cache_checks as checks
 
+_linear_packed = torch.ops.turboquant.linear_packed.default
+_linear_experts = torch.ops.turboquant.linear_experts.default
+
 # ---- checks
 
 # What the ops raise before they touch memory. They check everything, so products call them first: a
@@ -322,9 +325,8 @@ def linear_packed(
         ValueError: another shape, stride, device, bits or sub.
         RuntimeError: x or bias is differentiated; the op has no derivative.
     """
-    op = torch.ops.turboquant.linear_packed.default
     try:
-        return op(x, packed, signs, levels, n, bits, sub, channel_inverse, bias)
+        return _linear_packed(x, packed, signs, levels, n, bits, sub, channel_inverse, bias)
     except _REFUSALS as error:
         refusal = error
     _check_linear(x, packed, signs, levels, n, bits, sub, channel_inverse, bias)
@@ -400,9 +402,8 @@ def linear_experts(
             channels that shared memory has no room for those of a token (more than 2,048 on a T4,
             11,008 on an L4, 27,392 on an A100).
     """
-    op = torch.ops.turboquant.linear_experts.default
     try:
-        return op(x, packed, experts, signs, levels, n, bits, sub, bias)
+        return _linear_experts(x, packed, experts, signs, levels, n, bits, sub, bias)
     except _REFUSALS as error:
         refusal = error
     _check_experts(x, packed, experts, signs, levels, n, bits, sub, bias)

@@ -16,9 +16,9 @@ constexpr int kHalfBytes = 256;
 // Tiles that share the activations of a group while these are close. With few tokens memory limits, and a single run of
 // it is read faster than four.
 constexpr int kTilesAtOnce = 4, kFewTokens = 8;
-// Processors fetch ahead by themselves, but not far enough. So a block is prefetched while the sixteenth before it is
-// multiplied, which takes longer than memory does. That is too early for the innermost cache.
-constexpr int kBlocksAhead = 16;
+// Processors fetch ahead by themselves, but not far enough. So a block is prefetched while the twelfth before it is
+// multiplied, which takes longer than memory does. So many fit into the innermost cache.
+constexpr int kBlocksAhead = 12;
 static_assert(2 * kHalfBytes == format::WeightBlock::kWarpBytes);
 
 constexpr int linear_fields(format::Width w) { return 8 / format::num_bits(w); }  // codes of a byte
@@ -250,7 +250,7 @@ inline void linear_tiles_of(const LinearWeight& w, const LinearInputs& in, int64
         const uint8_t* factors = static_cast<const uint8_t*>(in.factors) + place * kBytes;
         for (int64_t tile = first; tile < next; ++tile) {
           const uint8_t* block = w.packed + (tile * groups + group) * block_bytes;
-          prefetch_far(block + ahead, block_bytes);
+          prefetch(block + ahead, block_bytes);
           add_block<WIDTH, SUB, CHUNKS>(block, levels, factors, in.unit + place, count, sums[tile - first]);
         }
       }
