@@ -216,6 +216,7 @@ def test_the_functions_name_the_error_of_a_gpu_without_memory(monkeypatch):
 
     for name in _autograd.OPS_OF_A_STEP:
         monkeypatch.setattr(ops, name, SimpleNamespace(default=without_memory))
+    monkeypatch.setattr("torch_turboquant.ops.linear._linear_packed", without_memory)
     layers = {key: [GOOD["cache_store"][key]] for key in ("cache", "tables")}
     of_store = {key: GOOD["cache_store"][key] for key in ("slot_mapping", "config")}
     k = GOOD["cache_store"]["k"].transpose(0, 1)[None]
