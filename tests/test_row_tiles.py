@@ -109,7 +109,7 @@ def test_first_and_last_numbers_of_rows_of_key_tiles(name, d):
 
 @pytest.mark.parametrize("name", tt.PRESETS)
 def test_blocks_of_16_rows_of_key_tiles(name):
-    """9 to 16 rows of many sequences. Blocks have several of them, and begin within one."""
+    """9 to 16 rows of many sequences. A block has a part of one, or all of a short one."""
     first = list(tt.PRESETS).index(name)
     for i, (group, q_len) in enumerate(((9, 1), (4, 3), (5, 3), (8, 2), (16, 1), (1, 13))):
         page_size = (16, 32, 64, 128)[(first + i) % 4]

@@ -28,7 +28,7 @@ AttentionShape shape_of(const Attention& a) {
           .max_q_len = a.max_q_len,
           .seqs = a.seqs,
           .tokens = a.tokens,
-          .room = int64_t{a.max_pages} * a.record.page_size,
+          .room = a.room,
           .dtype = a.dtype,
           .has_exact = a.tail || a.new_keys};
 }

@@ -17,7 +17,7 @@ constexpr int kHalfBytes = 256;
 // it is read faster than four.
 constexpr int kTilesAtOnce = 4, kFewTokens = 8;
 // Processors fetch ahead by themselves, but not far enough. So a block is prefetched while the twelfth before it is
-// multiplied, which takes longer than memory does. So many fit into the innermost cache.
+// multiplied, which takes longer than memory does. Twelve blocks fit into the innermost cache.
 constexpr int kBlocksAhead = 12;
 static_assert(2 * kHalfBytes == format::WeightBlock::kWarpBytes);
 
