@@ -132,8 +132,8 @@ __device__ __forceinline__ void sync_threads(int barrier, int threads) {
 
 // Sum and maximum over groups of LANES neighbouring lanes of a warp; every lane gets the result, and all 32 take part.
 // From sm_80 on one instruction reduces a whole warp.
-template <int LANES = 32>
-__device__ __forceinline__ int sum_of_lanes(int x) {
+template <int LANES = 32, typename T>  // int; of fewer lanes than 32 also float
+__device__ __forceinline__ T sum_of_lanes(T x) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   if constexpr (LANES == 32) {
     return __reduce_add_sync(0xffffffff, x);

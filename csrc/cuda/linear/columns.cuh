@@ -157,7 +157,6 @@ class Quantiser {
     const float norm = whole_ ? block_norm(7) : block_norm(6);
     uint32_t most[N], word[N];  // the bits of magnitudes are ordered as they are, with NaN above infinity
     float unit[N];
-    int sum[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       most[j] = 0;
@@ -181,24 +180,16 @@ class Quantiser {
 #pragma unroll
       for (int i = 0; i < 4; ++i) q[i] = static_cast<uint32_t>(__float2int_rn(v[j][i] * down * inverse));
       word[j] = select_bytes(select_bytes(q[0], q[1], 0x0040), select_bytes(q[2], q[3], 0x0040), 0x5410);
-      sum[j] = __dp4a(static_cast<int>(word[j]), 0x01010101, 0);
     }
     const int step = inside_ / 8, upper = inside_ / 4 % 2;  // of the products, and which half of it
-    if constexpr (CODES == Codes::kLloyd) {
-#pragma unroll
-      for (int bit = 1; bit < 32; bit *= 2) {
-        if ((bit >= 8 && r_.corrections > 1) || (bit == 16 && !whole_)) break;
-#pragma unroll
-        for (int j = 0; j < N; ++j) sum[j] += __shfl_xor_sync(0xffffffff, sum[j], bit);
-      }
-    } else if constexpr (CODES == Codes::kUniform) {  // even channels make one operand, odd channels the other
+    if constexpr (CODES == Codes::kUniform) {               // even channels make one operand, odd channels the other
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const uint32_t other = __shfl_xor_sync(0xffffffff, word[j], 4);
         word[j] = upper ? select_bytes(other, word[j], 0x7531) : select_bytes(word[j], other, 0x6420);
       }
     }
-    const int row_bytes = r_.row_bytes(), bytes = r_.bytes();
+    const int bytes = r_.bytes();
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       if (!exists(places[j])) continue;
@@ -206,12 +197,7 @@ class Quantiser {
       // Words of a lane t of a product are neighbours: channels 4 t to 4 t + 3 of the step, and those 16 further.
       uint8_t* operands = record + r_.operands() + (step / 2 * r_.columns + places[j].column) * kHalfChannels;
       *reinterpret_cast<uint32_t*>(operands + step % 2 * 8 + inside_ % 4 * 16 + 4 * upper) = word[j];
-      uint8_t* const pair = record + places[j].column / 2 * RecordOfColumns::kPairBytes + places[j].column % 2 * 4;
-      if (inside_ == 0) *reinterpret_cast<float*>(pair) = unit[j];
-      if (CODES == Codes::kLloyd && inside_ % 8 == 0 && step < r_.corrections) {
-        int* const to = reinterpret_cast<int*>(pair + (1 + step) * row_bytes);
-        to[0] = to[2] = sum[j];
-      }
+      if (inside_ == 0) reinterpret_cast<float*>(record)[places[j].column] = unit[j];
     }
   }
 

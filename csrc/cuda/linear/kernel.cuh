@@ -12,9 +12,9 @@
 
 namespace turboquant::cuda::linear {
 
-template <Codes CODES, Subs SUBS, int TILES>
-class Block : UnitStream<CODES, SUBS, TILES> {
-  using Stream = UnitStream<CODES, SUBS, TILES>;
+template <Codes CODES, Subs SUBS, int TILES, bool ONE_COLUMN>
+class Block : UnitStream<CODES, SUBS, TILES, ONE_COLUMN> {
+  using Stream = UnitStream<CODES, SUBS, TILES, ONE_COLUMN>;
   using Stream::columns, Stream::copy_from_, Stream::copy_left_, Stream::lane_, Stream::shared_, Stream::warp_;
   using typename Stream::Sums;
 
@@ -37,7 +37,7 @@ class Block : UnitStream<CODES, SUBS, TILES> {
       if (p_.early == Early::kPrefetch) prefetch();
       wait_for_previous_kernel();
     }
-    const uint32_t levels = Expansion<CODES>::load(a_.levels);
+    const uint32_t levels = this->expand_.load(a_.levels);
     this->init_barriers();
     // Activations would have to wait behind all weights that were asked for before them.
     const int first = early && warp_ % 2 == 0;
@@ -47,7 +47,7 @@ class Block : UnitStream<CODES, SUBS, TILES> {
 #pragma unroll 1
       for (int i = first; i < p_.slots; ++i) this->fill(i, follow());
     });
-    this->expand_ = Expansion<CODES>(levels);
+    this->expand_ = decltype(this->expand_)(levels);
     let_next_kernel_begin();  // which begins to fill its ring: not before this one has its activations
     stream();
   }
@@ -211,12 +211,12 @@ class Block : UnitStream<CODES, SUBS, TILES> {
   int copy_slab_, to_copy_;                        // of the stream's next copy; units of the slabs behind it
 };
 
-template <Codes CODES, Subs SUBS, int TILES>
+template <Codes CODES, Subs SUBS, int TILES, bool ONE_COLUMN>
 __global__ void __maxnreg__(most_registers(TILES))
     linear_kernel(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
   if constexpr (TILES <= kMostTiles) {
     extern __shared__ uint4 dynamic[];
-    Block<CODES, SUBS, TILES> block(a, p, reinterpret_cast<uint8_t*>(dynamic));
+    Block<CODES, SUBS, TILES, ONE_COLUMN> block(a, p, reinterpret_cast<uint8_t*>(dynamic));
     block.run();
   }
 }

@@ -21,16 +21,16 @@ Early early(int major, cudaStream_t stream) {
   return major < 9 ? Early::kNo : is_captured(stream) ? Early::kRing : Early::kPrefetch;
 }
 
-Plan known_plan_of(const Call& call, const format::WeightBlock& unit, bool uniform, const Device& device) {
+Plan known_plan_of(const Call& call, const format::WeightBlock& unit, const Device& device) {
   static thread_local KnownPlans<Plan> known;
-  return known.find({call.n, call.columns, call.groups, unit.group, unit.block_bytes(), device.index, uniform},
-                    [&] { return plan_of(call, unit, uniform, device.facts); });
+  return known.find({call.n, call.columns, call.groups, unit.group, unit.block_bytes(), device.index},
+                    [&] { return plan_of(call, unit, device.facts); });
 }
 
 }  // namespace
 
 LinearLaunch::LinearLaunch(const Call& call, const format::WeightBlock& unit, bool uniform, const Device& device)
-    : call_(call), device_(device), plan_(known_plan_of(call, unit, uniform, device)),
+    : call_(call), device_(device), plan_(known_plan_of(call, unit, device)),
       entry_(find(unit, uniform, plan_.record.columns)), quantises_first_(quantises_first(call, plan_)) {}
 
 int LinearLaunch::column_blocks() const { return divide_up(call_.columns, plan_.record.columns); }

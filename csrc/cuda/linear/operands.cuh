@@ -2,10 +2,10 @@
 // time.
 //
 //   kLloyd    a byte permutation looks up four codes. Its tables have eight entries, so there are two: `plus` for the
-//             upper half of the codes, whose levels are positive, and `minus` for the lower half. A code of the other
-//             half selects the sign of a byte: 0 in `plus` and -1 in `minus`. `minus` therefore holds levels less 1,
-//             both products go into one sum, and every code counts its level less 1, which the sum of the activations
-//             makes good (RecordOfColumns::corrections).
+//             upper half of the codes, whose levels are positive, and `minus` for the lower half, of which it has the
+//             magnitudes. A code of the other half selects the sign of a byte, which is 0. Either both words are
+//             operands, and products with `minus` are subtracted (two operands), or the words are subtracted (one):
+//             2 instructions for each word instead of a second product for each tile of columns.
 //   kUniform  level = 2 c - 15. A code in the upper half of a byte, its top bit flipped, with 8 below it is the byte
 //             16 (c - 8) + 8 = 8 levels.
 //   kBytes    codes are levels.
@@ -18,9 +18,7 @@ namespace turboquant::cuda::linear {
 
 template <Codes CODES>
 struct Traits {
-  static constexpr int kOperands = CODES == Codes::kLloyd ? 2 : 1;  // left operands whose products are added
   static constexpr int kBits = CODES == Codes::kBytes ? 8 : 4;
-  static constexpr bool kCorrected = CODES == Codes::kLloyd;
   // What a level counts in sums.
   static constexpr float kWeight = CODES == Codes::kUniform ? 8 : 1;
 };
@@ -32,8 +30,17 @@ __device__ __forceinline__ uint32_t upper_half(uint32_t x) {
   return out;
 }
 
-template <Codes CODES>
+// x or 0, by the pipe of multiplications. one: 1 or 0, which the compiler does not know.
+__device__ __forceinline__ uint32_t multiplied(uint32_t x, uint32_t one) {
+  uint32_t out;
+  asm("mul.lo.u32 %0, %1, %2;" : "=r"(out) : "r"(x), "r"(one));
+  return out;
+}
+
+// OPERANDS: the products of the second are subtracted from those of the first.
+template <Codes CODES, int OPERANDS>
 struct Expansion {
+  static_assert(OPERANDS == 1 || CODES == Codes::kLloyd);
   uint32_t plus_low = 0, plus_high = 0, minus_low = 0, minus_high = 0;
 
   Expansion() = default;
@@ -48,32 +55,46 @@ struct Expansion {
       // By way of neighbouring lanes, which hides from the compiler that all lanes have the same words: it would keep
       // them in uniform registers, and move them into a lane's before every permutation.
       const auto of_lane = [&](int lane) { return __shfl_sync(0xffffffff, word, lane, 4); };
-      // The lower half is negative: no byte borrows from another.
-      minus_low = of_lane(0) - 0x01010101, minus_high = of_lane(1) - 0x01010101;
+      minus_low = __vneg4(of_lane(0)), minus_high = __vneg4(of_lane(1));
       plus_low = of_lane(2), plus_high = of_lane(3);
     }
   }
 
   // A step of 4-bit codes: the words of rows g and g + 8.
-  __device__ __forceinline__ void operator()(uint32_t upper, uint32_t lower,
-                                             uint32_t (&a)[Traits<CODES>::kOperands][4]) const {
+  __device__ __forceinline__ void operator()(uint32_t upper, uint32_t lower, uint32_t (&a)[OPERANDS][4]) const {
     if constexpr (CODES == Codes::kLloyd) {
       const uint32_t x = upper ^ 0x88888888, y = lower ^ 0x88888888;
-      a[0][0] = select_bytes(plus_low, plus_high, x), a[0][1] = select_bytes(plus_low, plus_high, y);
-      a[1][0] = select_bytes(minus_low, minus_high, upper), a[1][1] = select_bytes(minus_low, minus_high, lower);
-      a[0][2] = select_bytes(plus_low, plus_high, upper_half(x)),
-      a[0][3] = select_bytes(plus_low, plus_high, upper_half(y));
-      a[1][2] = select_bytes(minus_low, minus_high, upper_half(upper)),
-      a[1][3] = select_bytes(minus_low, minus_high, upper_half(lower));
+      look_up<0>(x, upper, a), look_up<1>(y, lower, a);
+      look_up<2>(upper_half(x), upper_half(upper), a), look_up<3>(upper_half(y), upper_half(lower), a);
     } else {
       constexpr uint32_t kHigh = 0xF0F0F0F0, kFlip = 0x88888888;
       a[0][0] = (upper << 4 & kHigh) ^ kFlip, a[0][1] = (lower << 4 & kHigh) ^ kFlip;
       a[0][2] = (upper & kHigh) ^ kFlip, a[0][3] = (lower & kHigh) ^ kFlip;
     }
   }
+
+ private:
+  // Four codes, as they are and with their top bits flipped.
+  template <int I>
+  __device__ __forceinline__ void look_up(uint32_t flipped, uint32_t codes, uint32_t (&a)[OPERANDS][4]) const {
+    const uint32_t plus = select_bytes(plus_low, plus_high, flipped);
+    const uint32_t minus = select_bytes(minus_low, minus_high, codes);
+    if constexpr (OPERANDS == 2) {
+      a[0][I] = plus, a[1][I] = minus;
+    } else {
+      constexpr uint32_t kTop = 0x80808080;  // keeps bytes from borrowing from each other
+      a[0][I] = (plus + kTop - minus) ^ kTop;
+    }
+  }
 };
 
-// The multipliers of rows g and g + 8 in four steps, from a word of 16 bits of codes for each row.
+// The multipliers of rows g and g + 8 in one step, from a word of 16 bits of codes for each row.
+__device__ __forceinline__ int2 multipliers_of(int step, uint32_t codes) {
+  const uint32_t x = codes >> 4 * step;
+  return make_int2(format::multiplier(x & 15), format::multiplier(x >> 16 & 15));
+}
+
+// Those of four steps.
 struct Multipliers {
   uint32_t even, odd;  // bytes: of row g in steps 0 and 2 (1 and 3), of row g + 8 likewise
 

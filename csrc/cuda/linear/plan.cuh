@@ -23,13 +23,6 @@ constexpr int most_tiles(const DeviceFacts& facts) {
   return facts.warpgroup_products || facts.shared_per_block < kLargeShared ? 2 : kMostColumns / kTileColumns;
 }
 
-// Activations of a group carry sums of their integers only where tables hold levels less 1: of all of them, or of those
-// that have a multiplier, which all do where the kernel takes units with and without (either).
-inline int corrections(const format::WeightBlock& unit, bool uniform, bool either) {
-  if (uniform || format::levels_are_codes(unit.width())) return 0;
-  return unit.sub || either ? unit.group / format::kSubChannels : 1;
-}
-
 constexpr int kCopyUnits = 4, kCopyBytes = 4400;  // that a warp copies at a time, at most
 
 // A plan, and how many units its busiest thread block reads, counting what sharing channels costs.
@@ -39,12 +32,12 @@ struct CostedPlan {
 };
 
 // The plan with the least cost for blocks of up to `most_columns` columns.
-inline CostedPlan plan_with(const Call& a, const format::WeightBlock& unit, bool uniform, int most_columns,
+inline CostedPlan plan_with(const Call& a, const format::WeightBlock& unit, int most_columns,
                             const DeviceFacts& facts) {
   Plan p{};
   const int column_blocks = divide_up(a.columns, most_columns), columns = divide_up(a.columns, column_blocks);
   const int tiles = tiles_of(columns), unit_bytes = unit.block_bytes();
-  const RecordOfColumns record{unit.group, columns, corrections(unit, uniform, tiles > 2), tiles};
+  const RecordOfColumns record{unit.group, columns, tiles};
   p.record = record, p.unit_bytes = unit_bytes, p.has_subs = unit.sub > 0;
   p.slabs = divide_up(a.n, format::kWeightRows);
   const int room = facts.shared_per_block;
@@ -83,10 +76,10 @@ inline CostedPlan plan_with(const Call& a, const format::WeightBlock& unit, bool
 
 // With products of warpgroups two tiles of columns cost 1.4 times as much as one. So blocks of one are faster where
 // multiprocessors would be left over. Elsewhere nobody has measured more blocks of columns than needed.
-inline Plan plan_of(const Call& a, const format::WeightBlock& unit, bool uniform, const DeviceFacts& facts) {
-  const CostedPlan fewest = plan_with(a, unit, uniform, kTileColumns * most_tiles(facts), facts);
+inline Plan plan_of(const Call& a, const format::WeightBlock& unit, const DeviceFacts& facts) {
+  const CostedPlan fewest = plan_with(a, unit, kTileColumns * most_tiles(facts), facts);
   if (!facts.warpgroup_products || fewest.plan.record.tiles == 1) return fewest.plan;
-  const CostedPlan narrow = plan_with(a, unit, uniform, kTileColumns, facts);
+  const CostedPlan narrow = plan_with(a, unit, kTileColumns, facts);
   return 5 * narrow.cost <= 7 * fewest.cost ? narrow.plan : fewest.plan;
 }
 

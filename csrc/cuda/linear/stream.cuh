@@ -1,6 +1,10 @@
 // What kernels of few columns have in common: a warp streams units (16 rows, one group of channels) that lie behind
 // each other in memory through a ring in shared memory, filled by bulk copies, and multiplies them with columns that
 // the thread block has there.
+//
+// A product of tensor cores has room for eight columns. One column, of units with multipliers, takes four of them
+// (ONE_COLUMN): one for each step of 32 channels, zero in all other steps. So the sums of all steps, which need
+// multipliers of their own, wait in one accumulator, and are added when the stream of a slab ends.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
@@ -19,11 +23,16 @@ constexpr int kMostTiles = 2;
 constexpr int kMostTiles = kWarpgroupProducts ? 2 : 8;
 #endif
 
-template <Codes CODES, Subs SUBS, int TILES>
+template <Codes CODES, Subs SUBS, int TILES, bool ONE_COLUMN = false>
 class UnitStream {
+  static_assert(!ONE_COLUMN || (SUBS == Subs::kAll && TILES == 1));
+
  protected:
   static constexpr bool kSub = SUBS != Subs::kNone;
   using T = Traits<CODES>;
+  // A second product costs less than one operand made of two words where there is one tile of columns, or where sums
+  // of a unit are subtracted once (with two tiles and multipliers 16 tokens of a layer took 67 us instead of 63).
+  static constexpr int kOperands = CODES == Codes::kLloyd && (TILES == 1 || SUBS == Subs::kNone) ? 2 : 1;
   using Sums = float[TILES][4];  // of 16 rows and all columns, as a tensor core leaves them
 
   __device__ __forceinline__ UnitStream(const StreamPlan& s, uint8_t* shared) : s_(s), shared_(shared) {
@@ -70,6 +79,10 @@ class UnitStream {
       const int column = min(kTileColumns * i + lane_ / 4, r.columns - 1);
       at.operand[i] = record + r.operands() + column * kHalfChannels + 16 * (lane_ % 4);
     }
+    if constexpr (ONE_COLUMN) {
+      at.pair = record;
+      at.operand[0] = record + r.operands() + step_ / 2 * kHalfChannels + 16 * (lane_ % 4) + step_ % 2 * 8;
+    }
 #pragma unroll 1
     while (left > 0) {
       wait_slot(barriers_ + slot_, phase_);
@@ -85,6 +98,10 @@ class UnitStream {
       __syncwarp();
       fill(slot_, follow);
       if (++slot_ == s_.slots) slot_ = 0, phase_ ^= 1;
+    }
+    if constexpr (ONE_COLUMN) {
+#pragma unroll
+      for (int j = 0; j < 4; j += 2) y[0][j] = sum_of_lanes<4>(y[0][j]);
     }
   }
 
@@ -142,7 +159,7 @@ class UnitStream {
   const StreamPlan& s_;
   uint8_t *shared_, *ring_;
   uint64_t* barriers_;
-  Expansion<CODES> expand_;
+  Expansion<CODES, kOperands> expand_;
   int lane_, warp_;
   const uint8_t* copy_from_ = nullptr;  // the next copy, and how many units of its slab are left
   int copy_left_ = 0;
@@ -152,7 +169,7 @@ class UnitStream {
   struct Reader {
     int codes, facts;    // of the unit: codes; scales and multipliers
     int operand[TILES];  // of the columns, in the first half of the group
-    int pair;            // of the columns of the first tile: units and corrections
+    int pair;            // of the columns of the first tile: units
 
     __device__ __forceinline__ void advance(int unit_bytes, int record_bytes) {
       codes += unit_bytes, facts += unit_bytes, pair += record_bytes;
@@ -171,29 +188,33 @@ class UnitStream {
     const int unit_bytes = s_.unit_bytes, record_bytes = s_.record.bytes(),
               half_bytes = s_.record.columns * kHalfChannels;
 #pragma unroll 1
-    for (; units > 0; --units, at.advance(unit_bytes, record_bytes)) multiply_unit<HALVES>(at, half_bytes, y);
+    for (; units > 0; --units, at.advance(unit_bytes, record_bytes)) {
+      if constexpr (ONE_COLUMN) {
+        multiply_one_column<HALVES>(at, y);
+      } else {
+        multiply_unit<HALVES>(at, half_bytes, y);
+      }
+    }
+  }
+
+  // 16 bits of codes of multipliers for each of the lane's rows.
+  template <int HALVES>
+  __device__ __forceinline__ uint32_t multiplier_codes(const Reader& at) const {
+    if (SUBS == Subs::kEither && !s_.has_subs) {
+      return 0x11111111 * (format::kMultiplierOne - format::kMultiplierOffset);
+    }
+    if constexpr (!kSub) return 0;
+    if constexpr (HALVES == 2) return shared<uint32_t>(at.facts + 32);
+    const uint32_t both = shared<uint16_t>(at.facts + 32 - 2 * (lane_ / 4));
+    return (both & 0xFF) | (both & 0xFF00) << 8;
   }
 
   template <int HALVES>
   __device__ __forceinline__ void multiply_unit(const Reader& at, int half_bytes, float (&y)[TILES][4]) const {
     const uint32_t scale_word = shared<uint32_t>(at.facts);
-    uint32_t codes = 0;
-    if (SUBS == Subs::kEither && !s_.has_subs) {
-      codes = 0x11111111 * (format::kMultiplierOne - format::kMultiplierOffset);
-    } else if constexpr (kSub) {
-      if constexpr (HALVES == 2) {
-        codes = shared<uint32_t>(at.facts + 32);
-      } else {
-        const uint32_t both = shared<uint16_t>(at.facts + 32 - 2 * (lane_ / 4));
-        codes = (both & 0xFF) | (both & 0xFF00) << 8;
-      }
-    }
-    const Multipliers multipliers(codes);
-    int sums[TILES][4];
-    if constexpr (!kSub) {
-#pragma unroll
-      for (int i = 0; i < TILES; ++i) correct(at, 0, i, sums[i]);
-    }
+    const Multipliers multipliers(multiplier_codes<HALVES>(at));
+    Products plain[TILES] = {};  // sums of products without multipliers
+    int sums[TILES][4] = {};
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
       uint4 b[TILES];
@@ -206,7 +227,7 @@ class UnitStream {
       }
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
-        uint32_t operand[T::kOperands][4];
+        uint32_t operand[kOperands][4];
         if constexpr (CODES == Codes::kBytes) {
           const uint4 x = w[step * (T::kBits / 8)];
           operand[0][0] = x.x, operand[0][1] = x.y, operand[0][2] = x.z, operand[0][3] = x.w;
@@ -215,19 +236,15 @@ class UnitStream {
         }
 #pragma unroll
         for (int i = 0; i < TILES; ++i) {
-          int d[4];
-          if constexpr (kSub) correct(at, 2 * half + step, i, d);
-          int (&to)[4] = kSub ? d : sums[i];
+          Products of_step = {};
+          Products& to = kSub ? of_step : plain[i];
 #pragma unroll
-          for (int o = 0; o < T::kOperands; ++o) {
-            mma_bytes(to, operand[o], step ? make_uint2(b[i].z, b[i].w) : make_uint2(b[i].x, b[i].y));
+          for (int o = 0; o < kOperands; ++o) {
+            mma_bytes(to[o], operand[o], step ? make_uint2(b[i].z, b[i].w) : make_uint2(b[i].x, b[i].y));
           }
           if constexpr (kSub) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              const int product = d[j] * multipliers(2 * half + step, j >= 2);
-              sums[i][j] = half + step == 0 ? product : sums[i][j] + product;
-            }
+            for (int j = 0; j < 4; ++j) sums[i][j] += difference(to, j) * multipliers(2 * half + step, j >= 2);
           }
         }
       }
@@ -238,20 +255,47 @@ class UnitStream {
       const float2 unit = shared<float2>(at.pair + i * kTileBytes);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        y[i][j] = fmaf(static_cast<float>(sums[i][j]) * (j % 2 ? unit.y : unit.x), j / 2 ? scale.y : scale.x, y[i][j]);
+        const int sum = kSub ? sums[i][j] : difference(plain[i], j);
+        y[i][j] = fmaf(static_cast<float>(sum) * (j % 2 ? unit.y : unit.x), j / 2 ? scale.y : scale.x, y[i][j]);
       }
     }
   }
 
-  // What the sums of tile i begin with: those of 32 channels (kSub: of step `step`) or of the group.
-  __device__ __forceinline__ void correct(const Reader& at, int step, int i, int (&d)[4]) const {
-    int4 c{};
-    if constexpr (T::kCorrected) c = shared<int4>(at.pair + ((1 + step) * TILES + i) * kTileBytes);
-    d[0] = c.x, d[1] = c.y, d[2] = c.z, d[3] = c.w;
+  template <int HALVES>
+  __device__ __forceinline__ void multiply_one_column(const Reader& at, float (&y)[TILES][4]) const {
+    const uint32_t scale_word = shared<uint32_t>(at.facts), codes = multiplier_codes<HALVES>(at);
+    const uint2 b = shared<uint2>(at.operand[0]);
+    const float unit = shared<float>(at.pair);
+    Products sums = {};
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+      const uint4 w = shared<uint4>(at.codes + half * kHalfBytes);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        uint32_t operand[kOperands][4];
+        expand_(step ? w.z : w.x, step ? w.w : w.y, operand);
+        const uint32_t own = is_step_[2 * half + step];
+        const uint2 column = make_uint2(multiplied(b.x, own), multiplied(b.y, own));
+#pragma unroll
+        for (int o = 0; o < kOperands; ++o) mma_bytes(sums[o], operand[o], column);
+      }
+    }
+    const int2 multipliers = multipliers_of(lane_ % 4, codes);
+    const float2 scale = __half22float2(reinterpret_cast<const __half2&>(scale_word));
+    y[0][0] = fmaf(static_cast<float>(difference(sums, 0) * multipliers.x) * unit, scale.x, y[0][0]);
+    y[0][2] = fmaf(static_cast<float>(difference(sums, 2) * multipliers.y) * unit, scale.y, y[0][2]);
+  }
+
+  using Products = int[kOperands][4];
+  static __device__ __forceinline__ int difference(const Products& of, int j) {
+    return kOperands == 2 ? of[0][j] - of[kOperands - 1][j] : of[0][j];
   }
 
   int slot_ = 0;  // of the ring, that is read next
   uint32_t phase_ = 0;
+  // ONE_COLUMN: the step of the operand that the lane loads, and for each step, 1 if it is that, 0 if not.
+  const int step_ = threadIdx.x % 32 / 8;
+  const uint32_t is_step_[4] = {step_ == 0, step_ == 1, step_ == 2, step_ == 3};
 };
 
 }  // namespace turboquant::cuda::linear

@@ -46,7 +46,7 @@ class Block : UnitStream<CODES, subs_of_experts(CODES), TILES> {
     this->init_barriers();
     wait_for_previous_kernel();
     let_next_kernel_begin();
-    this->expand_ = Expansion<CODES>(Expansion<CODES>::load(a_.levels));
+    this->expand_ = decltype(this->expand_)(this->expand_.load(a_.levels));
     if (p_.arranged > 0) {
       uint8_t* const memory = shared_ + p_.arranged;
       arrange_few(a_.pairs.chosen, a_.pairs.count, a_.pairs.experts, p_.record.columns, memory);

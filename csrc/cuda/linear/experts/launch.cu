@@ -22,18 +22,18 @@ const void* kernel_of(const format::WeightBlock& unit, bool uniform, int tiles) 
   return uniform ? kernel_of<Codes::kUniform>(tiles) : kernel_of<Codes::kLloyd>(tiles);
 }
 
-Plan known_plan_of(const Call& call, const format::WeightBlock& unit, int corrections, const Device& device) {
+Plan known_plan_of(const Call& call, const format::WeightBlock& unit, const Device& device) {
   static thread_local KnownPlans<Plan> known;
-  const int64_t few = int64_t{corrections} << 32 | int64_t{unit.group} << 16 | device.index;
+  const int64_t few = int64_t{unit.group} << 16 | device.index;
   return known.find({call.n, call.pairs.count, call.pairs.choices.value, call.pairs.experts, call.groups,
                      unit.block_bytes(), few},
-                    [&] { return plan_of(call, unit, corrections, device.facts); });
+                    [&] { return plan_of(call, unit, device.facts); });
 }
 
 }  // namespace
 
 ExpertsLaunch::ExpertsLaunch(const Call& call, const format::WeightBlock& unit, bool uniform, const Device& device)
-    : call_(call), device_(device), plan_(known_plan_of(call, unit, corrections(unit, uniform, true), device)),
+    : call_(call), device_(device), plan_(known_plan_of(call, unit, device)),
       kernel_(kernel_of(unit, uniform, plan_.record.tiles)) {
   checked_int(most_pieces() * plan_.slabs, "the number of 16 rows of the weights of all pieces of tokens");
 }

@@ -21,7 +21,7 @@ struct PieceCost {
 constexpr PieceCost kPieceCosts[] = {{1, 1.0}, {4, 1.9}};
 
 // The plan with the least cost. There is one wherever choices/linear.h has room for a token's channels.
-inline Plan plan_of(const Call& a, const format::WeightBlock& unit, int corrections, const DeviceFacts& facts) {
+inline Plan plan_of(const Call& a, const format::WeightBlock& unit, const DeviceFacts& facts) {
   Plan best{};
   double least = INFINITY;
   const int64_t tokens = a.pairs.count / std::max<int>(a.pairs.choices, 1);
@@ -30,7 +30,7 @@ inline Plan plan_of(const Call& a, const format::WeightBlock& unit, int correcti
     Plan p{};
     p.unit_bytes = unit.block_bytes(), p.has_subs = unit.sub > 0, p.slabs = divide_up(a.n, format::kWeightRows);
     const auto fill_in = [&](int columns) {
-      p.record = {a.group, columns, corrections, cost.tiles};
+      p.record = {a.group, columns, cost.tiles};
       const double pieces = expected_pieces(a.pairs, columns);
       const int64_t most = int64_t{p.slabs} * most_pieces(a.pairs, columns);
       p.blocks = static_cast<int>(std::min<int64_t>(facts.multiprocessors, most));
