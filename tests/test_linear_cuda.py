@@ -47,7 +47,7 @@ def check(x, case: Case, packed=None, bias=None, kernel=None):
     """kernel: the one that takes the call on a GPU that has tiles."""
     packed = case.packed() if packed is None else packed
     y, chosen = on_gpu(x, case, packed, bias), kernel_of(x, case)
-    has_tiles = kernel_choice("linear_packed", tokens=17, n=4096, k=4096).kernel == "tiles"
+    has_tiles = kernel_choice("linear_packed", tokens=65, n=4096, k=4096).kernel == "tiles"
     assert chosen == kernel or kernel is None or not has_tiles
     if chosen == "tiles":
         want, bound = of_tiles(x, packed, case, bias)
@@ -162,7 +162,7 @@ def test_units_are_shared_by_warps(f, n, k):
 
 EDGES = (17, 31, 33, 63, 64, 65, 95, 97, 127, 128, 129, 159, 160, 161, 191, 192, 193, 223, 224, 225)
 WIDE = ((70, 372096), (200, 131136), (513, 51200))
-"""Weights (n, k) of more than 26 million numbers: 17 to 257 tokens of any dtype take tiles."""
+"""Weights (n, k) of more than 17 million numbers: 33 to 257 tokens of any dtype take tiles."""
 
 
 @formats
@@ -187,7 +187,7 @@ def test_16_bit_neighbours_of_tiles(f, n, k):
     for i, tokens in enumerate((16, *EDGES, 255, 256, 257)):
         x = randn(tokens, k, seed=tokens, dtype=FLOATS[1 + i % 2])
         bias = randn(n, seed=4, dtype=x.dtype) if tokens % 2 else None
-        check(x, case, packed, bias, "tiles" if tokens > 16 else "codes")
+        check(x, case, packed, bias, "tiles" if tokens > 32 else "codes")
 
 
 def test_many_tokens_in_tiles():
@@ -230,7 +230,7 @@ def test_slices_are_shared_by_workers(f, n, k):
 @pytest.mark.parametrize(("n", "k"), [(6500, 4096), (2048, 12800), (24000, 1088)])
 def test_16_bit_slices_are_shared_by_workers(f, n, k):
     case, packed = wide_case(f, n, k)
-    for tokens in (20, 50, 90, 120, 150, 300, 500):
+    for tokens in (40, 50, 90, 120, 150, 300, 500):
         dtype = FLOATS[1 + tokens // 10 % 2]
         x, bias = randn(tokens, k, seed=tokens, dtype=dtype), randn(n, seed=4, dtype=dtype)
         check(x, case, packed, bias, "tiles")

@@ -120,8 +120,11 @@ constexpr int kWarps = 16;  // of the thread block that a multiprocessor has
 constexpr int most_registers(int tiles) { return tiles <= 2 ? 112 : 128; }
 
 // Whether warps have equal shares of their block's units, wherever a slab ends. Otherwise each has whole slabs or units
-// of one: equal shares take memory for sums beside the rings, which only few columns leave.
-__host__ __device__ constexpr bool has_even_shares(int tiles) { return tiles <= 2; }
+// of one: equal shares take memory for sums beside the rings, which only few columns leave. Devices with products of
+// warpgroups have more memory.
+__host__ __device__ constexpr bool has_even_shares(int tiles, bool warpgroup_products) {
+  return tiles <= (warpgroup_products ? 4 : 2);
+}
 
 constexpr int kMostSlots = 16;                         // of a warp
 constexpr int kHeaderBytes = 8 * kWarps * kMostSlots;  // of shared memory, for the barriers of all warps

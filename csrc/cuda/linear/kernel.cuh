@@ -1,7 +1,7 @@
 // linear_packed for few columns: one pass over the weights for every block of columns.
 //
-// Warps stream units of weights (stream.cuh). With up to two tiles of columns all warps of a block have equally many
-// units, wherever a slab ends. Sums of slabs that several warps share are added at the end, in a fixed order, and so
+// Warps stream units of weights (stream.cuh). With few tiles of columns all warps of a block have equally many units,
+// wherever a slab ends. Sums of slabs that several warps share are added at the end, in a fixed order, and so
 // are those of several blocks that share slabs: the last one to arrive adds all of them.
 // The first copies may begin while the previous kernel still runs, because that kernel does not write weights.
 #pragma once
@@ -53,7 +53,7 @@ class Block : UnitStream<CODES, SUBS, TILES, ONE_COLUMN> {
   }
 
  private:
-  static constexpr bool kEven = has_even_shares(TILES);
+  static constexpr bool kEven = has_even_shares(TILES, kWarpgroupProducts);
 
   // The units of the block are a list, ordered by slabs and then by groups of channels, of which a warp has neighbours:
   // the end of a slab, whole slabs, the beginning of one. This is the first of a warp's.

@@ -17,18 +17,40 @@ inline int divide_up(int64_t x, int64_t y) { return static_cast<int>((x + y - 1)
 // their sums, count arrivals and wait for each other.
 constexpr int kJoinUnits = 40;
 
-// The most tiles of columns that a thread block has room for. Compute capability 7.5 has 64 KB of shared memory.
+// What blocks of so many tiles of columns cost: how much longer than with one tile a unit takes, and as many units
+// because registers leave no room beside a block for one that quantises the next activations. As measured on an H200.
+struct TilesCost {
+  double unit, block;
+};
+constexpr TilesCost cost_of(int tiles) {
+  return tiles == 1 ? TilesCost{1, 0} : tiles == 2 ? TilesCost{1.15, 0} : TilesCost{1.75, 25};
+}
+
+// The most tiles of columns that a thread block has room for. Compute capability 7.5 has 64 KB of shared memory. Where
+// warpgroups multiply, more than 32 columns take their tiles or two blocks.
 constexpr int most_tiles(const DeviceFacts& facts) {
   constexpr int kLargeShared = 96 << 10;
-  return facts.warpgroup_products || facts.shared_per_block < kLargeShared ? 2 : kMostColumns / kTileColumns;
+  return facts.warpgroup_products ? 4 : facts.shared_per_block < kLargeShared ? 2 : kMostColumns / kTileColumns;
 }
 
 constexpr int kCopyUnits = 4, kCopyBytes = 4400;  // that a warp copies at a time, at most
 
-// A plan, and how many units its busiest thread block reads, counting what sharing channels costs.
+// Pieces of activations, of all columns, that a warp of a thread block may quantise before it multiplies.
+constexpr int kMostQuantised = 2;
+
+inline bool quantises_first(const Call& a, const Plan& p) {
+  const int pieces = quantise_pieces(p.groups_of_part.each, a.group) * p.record.columns;
+  return pieces > kMostQuantised * kWarps;
+}
+
+// What it costs that a few multiprocessors, up to kFewIdle, are left over: in a chain of calls they have the most room
+// for the blocks that quantise for the next one, which gather there.
+constexpr int kFewIdle = 8, kCrowdUnits = 50;
+
+// A plan, and what its busiest thread block costs: as many units of one tile.
 struct CostedPlan {
   Plan plan;
-  int64_t cost;
+  double cost;
 };
 
 // The plan with the least cost for blocks of up to `most_columns` columns.
@@ -43,9 +65,9 @@ inline CostedPlan plan_with(const Call& a, const format::WeightBlock& unit, int 
   const int room = facts.shared_per_block;
   // The smallest rings: a unit for each warp, and room for its sums, which may wait there for other warps.
   const int sum_bytes = kSumBytes * tiles, least_ring = kWarps * std::max(sum_bytes, unit_bytes);
-  const bool even = has_even_shares(tiles);
+  const bool even = has_even_shares(tiles, facts.warpgroup_products);
   const int sums = even ? kWarps * sum_bytes : 0;
-  const int most_records = std::min(room / 2, room - kHeaderBytes - 128 - least_ring - sums);
+  const int most_records = std::min(3 * room / 5, room - kHeaderBytes - 128 - least_ring - sums);
   const int blocks = std::max(facts.multiprocessors / column_blocks, 1);
   int64_t least = INT64_MAX;
   for (int parts = 1; parts <= a.groups; ++parts) {
@@ -71,24 +93,24 @@ inline CostedPlan plan_with(const Call& a, const format::WeightBlock& unit, int 
   if (!even && p.warps_k > 1) p.ring_stride = std::max(p.ring_stride, sum_bytes);
   p.join_stride = even ? sum_bytes : p.ring_stride;  // rings that have been read have room for sums
   p.bytes = p.ring + working * p.ring_stride;
-  return {p, least};
+  const TilesCost of = cost_of(tiles);
+  const double activations = 1.0 * groups * record.bytes() / unit_bytes;  // are read as weights are
+  const double join = p.parts > 1 ? kJoinUnits / 2.0 * p.parts : 0;
+  const int idle = facts.multiprocessors - p.parts * p.row_blocks * column_blocks;
+  const int crowd = idle > 0 && idle <= kFewIdle && quantises_first(a, p) ? kCrowdUnits : 0;
+  return {p, of.unit * slabs * groups + of.block + activations + join + crowd};
 }
 
-// With products of warpgroups two tiles of columns cost 1.4 times as much as one. So blocks of one are faster where
-// multiprocessors would be left over. Elsewhere nobody has measured more blocks of columns than needed.
+// With products of warpgroups, the plan that costs least of those with blocks of 8, 16 and 32 columns. Elsewhere nobody
+// has measured more blocks of columns than needed.
 inline Plan plan_of(const Call& a, const format::WeightBlock& unit, const DeviceFacts& facts) {
-  const CostedPlan fewest = plan_with(a, unit, kTileColumns * most_tiles(facts), facts);
-  if (!facts.warpgroup_products || fewest.plan.record.tiles == 1) return fewest.plan;
-  const CostedPlan narrow = plan_with(a, unit, kTileColumns, facts);
-  return 5 * narrow.cost <= 7 * fewest.cost ? narrow.plan : fewest.plan;
-}
-
-// Pieces of activations, of all columns, that a warp of a thread block may quantise before it multiplies.
-constexpr int kMostQuantised = 2;
-
-inline bool quantises_first(const Call& a, const Plan& p) {
-  const int pieces = quantise_pieces(p.groups_of_part.each, a.group) * p.record.columns;
-  return pieces > kMostQuantised * kWarps;
+  CostedPlan best = plan_with(a, unit, kTileColumns * most_tiles(facts), facts);
+  if (!facts.warpgroup_products) return best.plan;
+  for (int tiles = best.plan.record.tiles / 2; tiles > 0; tiles /= 2) {
+    const CostedPlan other = plan_with(a, unit, kTileColumns * tiles, facts);
+    if (other.cost < best.cost) best = other;
+  }
+  return best.plan;
 }
 
 }  // namespace turboquant::cuda::linear

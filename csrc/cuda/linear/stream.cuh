@@ -16,11 +16,11 @@
 namespace turboquant::cuda::linear {
 
 // The most tiles of columns that a thread block has on this architecture (most_tiles in plan.cuh). Shared memory of
-// compute capability 7.5 has no room for more; where warpgroups multiply, more blocks are faster.
+// compute capability 7.5 has no room for more; where warpgroups multiply, more columns take tiles of tokens or two blocks.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kMostTiles = 2;
 #else
-constexpr int kMostTiles = kWarpgroupProducts ? 2 : 8;
+constexpr int kMostTiles = kWarpgroupProducts ? 4 : 8;
 #endif
 
 template <Codes CODES, Subs SUBS, int TILES, bool ONE_COLUMN = false>
