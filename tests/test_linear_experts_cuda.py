@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import torch_turboquant as tt
-from tests.helpers import FLOATS, randn
+from tests.helpers import FLOATS, launched, randn
 from tests.test_linear import (
     FORMATS,
     LAST,
@@ -59,7 +59,7 @@ def choose(tokens: int, choices: int, experts: int, seed: int = 1) -> Tensor:
 
 
 def has_tiles() -> bool:
-    return kernel_choice("linear_packed", tokens=17, n=4096, k=4096).kernel == "tiles"
+    return kernel_choice("linear_packed", tokens=65, n=4096, k=4096).kernel == "tiles"
 
 
 def check(experts: Experts, x: Tensor, chosen: Tensor, kernel: str, bias: Tensor | None = None):
@@ -104,10 +104,25 @@ def test_few_tokens(f, k):
 @pytest.mark.parametrize("k", [64, 192, 1024])
 def test_more_tokens(f, k):
     experts = make_experts(f, 70, k, 3)
-    for tokens in (25, 64, 200, 700):
+    for tokens in (40, 64, 200, 700):
         dtype = FLOATS[tokens % 3]
         x, bias = randn(tokens, k, seed=tokens, dtype=dtype), randn(3, 70, seed=4, dtype=dtype)
         check(experts, x, choose(tokens, 1, 3), "tiles", bias if tokens % 2 == 0 else None)
+
+
+@formats
+@pytest.mark.parametrize("k", [64, 192, 1024])
+def test_pieces_of_two_tiles_of_columns(f, k):
+    """9 to 16 pairs of an expert are one piece where activations have 16 bits."""
+    experts = make_experts(f, 70, k, 5)
+    for tokens, choices in ((27, 2), (35, 1), (60, 1), (20, 3)):
+        dtype = FLOATS[1 + tokens % 2]
+        x, bias = randn(tokens, k, seed=tokens, dtype=dtype), randn(5, 70, seed=4, dtype=dtype)
+        chosen = choose(tokens, choices, 5)
+        check(experts, x, chosen, "codes", bias if tokens % 2 else None)
+        if has_tiles() and tokens == 60:
+            names = launched(lambda x=x, chosen=chosen: experts.multiply(x, chosen))
+            assert any("experts_kernel" in name and ", 2>" in name for name in names), names
 
 
 def test_tokens_of_one_expert():
@@ -135,8 +150,8 @@ def test_many_experts():
     for tokens, choices in ((1, 8), (60, 8), (200, 8)):
         x = randn(tokens, 256, seed=tokens, dtype=torch.bfloat16)
         check(experts, x, choose(tokens, choices, 300), "codes")
-    x = randn(400, 256, seed=9, dtype=torch.bfloat16)
-    check(experts, x, choose(400, 8, 300), "tiles")
+    x = randn(500, 256, seed=9, dtype=torch.bfloat16)
+    check(experts, x, choose(500, 8, 300), "tiles")
 
 
 def test_rows_of_a_real_size():
@@ -154,8 +169,8 @@ def test_many_channels():
 
 
 def test_more_channels_than_shared_memory_has_room_for():
-    experts = make_experts(FORMATS[0], 20, 60_032, 2)
-    check(experts, randn(3, 60_032, seed=1), choose(3, 2, 2), "tiles")
+    experts = make_experts(FORMATS[0], 20, 87_616, 2)
+    check(experts, randn(3, 87_616, seed=1), choose(3, 2, 2), "tiles")
 
 
 def test_so_many_tokens_that_they_take_turns():

@@ -103,21 +103,23 @@ constexpr int kMostExperts = 4096;
 
 namespace choices {
 
-// Pairs of each expert on average. Up to kFewPairs products of codes are faster than tiles
-// (docs/measurements/performance_linear.md). GPUs without tiles take them up to kMostCodePairs.
-constexpr int64_t kFewPairs = 8, kMostCodePairs = 64;
+// Pairs of each expert on average. Up to kFewPairs products of codes are faster than tiles, and up to kMorePairs where
+// activations have 16 bits and shared memory has room for kWidePiece tokens (docs/measurements/performance_linear.md).
+// GPUs without tiles take them up to kMostCodePairs.
+constexpr int64_t kFewPairs = 8, kMorePairs = 12, kMostCodePairs = 64;
+constexpr int kWidePiece = 16;
 
-// Whether shared memory has room for a token's channels as operands, which take up to 4 bytes each with their units and
-// corrections, beside weights of any format (cuda/linear/experts/plan.cuh).
-constexpr bool has_room(int64_t k, const DeviceFacts& device) {
-  return k <= (device.shared_per_block - (56 << 10)) / 4;
+// Whether shared memory has room for the channels of so many tokens as operands, beside weights of any format
+// (cuda/linear/experts/plan.cuh). A channel takes a byte of each token, and the units of tokens up to one more.
+constexpr bool has_room(int64_t k, int tokens, const DeviceFacts& device) {
+  return k <= (device.shared_per_block - (56 << 10)) / (1 + tokens);
 }
 
 }  // namespace choices
 
 constexpr ExpertsChoice choose_experts(const ExpertsFacts& call, const DeviceFacts& device) {
   using Kernel = ExpertsKernel;
-  const bool has_room = choices::has_room(call.k, device);
+  const bool has_room = choices::has_room(call.k, 1, device);
   const auto has_at_most = [&](int64_t pairs) { return call.pairs <= pairs * call.experts; };
   if (!device.warpgroup_products) {
     if (!has_room) return {Kernel::kOneByOne, "shared memory has no room for a token's channels"};
@@ -129,7 +131,11 @@ constexpr ExpertsChoice choose_experts(const ExpertsFacts& call, const DeviceFac
     if (has_room) return {Kernel::kCodes, "up to 8 tokens for each expert on average"};
     return {Kernel::kTiles, "shared memory has no room for a token's channels as bytes"};
   }
-  if (call.dtype == Dtype::kFloat32 && !has_at_most(choices::kMostRoundedTokens) && !call.captured) {
+  const bool rounded = call.dtype != Dtype::kFloat32;
+  if (rounded && has_at_most(choices::kMorePairs) && choices::has_room(call.k, choices::kWidePiece, device)) {
+    return {Kernel::kCodes, "up to 12 tokens for each expert on average"};
+  }
+  if (!rounded && !has_at_most(choices::kMostRoundedTokens) && !call.captured) {
     return {Kernel::kOneByOne, "more than 256 tokens of float32 for each expert on average"};
   }
   return {Kernel::kTiles, "more than 8 tokens for each expert on average"};

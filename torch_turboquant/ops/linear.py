@@ -296,7 +296,7 @@ def linear_packed(
     Activations get signed bytes after their rotation: with the unit of a token and group, the
     largest channel is 127. On the CPU the result is the same bits whatever the level of
     instructions, the number of threads and the other tokens of the call. CUDA does the same with
-    few tokens (16, or 32 of a small weight), but adds in another order, so that results differ by
+    few tokens (32, or 16 of float32), but adds in another order, so that results differ by
     roundings of float32. With more tokens it rounds activations to float16 after their rotation
     (those of bfloat16 to 8 significant bits), each token with a power of two of its own, or
     multiplies decoded rows of the weight, and activations keep their dtype.
@@ -374,8 +374,9 @@ def linear_experts(
 
     What a token and an expert give is what linear_packed gives with the weight of this expert, on
     the CPU bit by bit. CUDA rounds activations to signed bytes, as linear_packed does with few
-    tokens, or on a GPU of compute capability 9.0 and with more than 8 tokens for each expert on
-    average to float16, as it does with more. It does not wait for the device: graphs are replayed
+    tokens, or on a GPU of compute capability 9.0 and with more than 12 tokens for each expert on
+    average to float16, as it does with more (8 tokens of float32, or of more than some 10,000
+    channels). It does not wait for the device: graphs are replayed
     with whatever experts are chosen then. Only other GPUs with more than 64 tokens for each expert,
     and float32 with more than 256, wait to know the chosen experts, and call linear_packed for one
     after the other; in a graph they do not. `kernel_choice("linear_experts", tokens=...,

@@ -12,6 +12,12 @@ struct Call : linear::Call {  // x: [tokens, k]; packed, bias: of all experts; y
   int64_t weight_bytes;  // of an expert
 };
 
+// Whether there is a kernel for so many tiles of columns. With products of warpgroups another one is faster for larger
+// pieces.
+__host__ __device__ constexpr bool has_kernel(int tiles, bool warpgroup_products) {
+  return warpgroup_products ? tiles <= 2 : tiles != 2;
+}
+
 struct Plan : StreamPlan {
   int slabs;             // of 16 rows, of an expert's weight
   int warps_rows;        // slabs that a thread block has at a time

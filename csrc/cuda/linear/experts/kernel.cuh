@@ -199,13 +199,10 @@ class Block : UnitStream<CODES, subs_of_experts(CODES), TILES> {
   const uint8_t* copy_weight_ = nullptr;
 };
 
-// The most tiles of columns of a kernel on this architecture: warpgroups multiply more tokens in another kernel.
-constexpr int kMostTilesOfExperts = kWarpgroupProducts ? 1 : kMostTiles;
-
 template <Codes CODES, int TILES>
 __global__ void __launch_bounds__(32 * kWarps, 1)
     experts_kernel(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
-  if constexpr (TILES <= kMostTilesOfExperts) {
+  if constexpr (has_kernel(TILES, kWarpgroupProducts) && TILES <= kMostTiles) {
     extern __shared__ uint4 dynamic[];
     Block<CODES, TILES> block(a, p, reinterpret_cast<uint8_t*>(dynamic));
     block.run();

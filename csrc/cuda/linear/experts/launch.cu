@@ -14,8 +14,9 @@ namespace {
 
 template <Codes CODES>
 const void* kernel_of(int tiles) {
-  return tiles == 1 ? reinterpret_cast<const void*>(&experts_kernel<CODES, 1>)
-                    : reinterpret_cast<const void*>(&experts_kernel<CODES, 4>);
+  return tiles == 1   ? reinterpret_cast<const void*>(&experts_kernel<CODES, 1>)
+         : tiles == 2 ? reinterpret_cast<const void*>(&experts_kernel<CODES, 2>)
+                      : reinterpret_cast<const void*>(&experts_kernel<CODES, 4>);
 }
 const void* kernel_of(const format::WeightBlock& unit, bool uniform, int tiles) {
   if (format::levels_are_codes(unit.width())) return kernel_of<Codes::kBytes>(tiles);

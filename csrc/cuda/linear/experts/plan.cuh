@@ -13,12 +13,12 @@
 namespace turboquant::cuda::linear::experts {
 
 // Kernels, and what a piece costs with so many tiles of columns, relative to one tile, where its weight is read from
-// memory. Two tiles were no faster than one or four.
+// memory.
 struct PieceCost {
   int tiles;
   double cost;
 };
-constexpr PieceCost kPieceCosts[] = {{1, 1.0}, {4, 1.9}};
+constexpr PieceCost kPieceCosts[] = {{1, 1.0}, {2, 1.2}, {4, 1.9}};
 
 // The plan with the least cost. There is one wherever choices/linear.h has room for a token's channels.
 inline Plan plan_of(const Call& a, const format::WeightBlock& unit, const DeviceFacts& facts) {
@@ -26,7 +26,7 @@ inline Plan plan_of(const Call& a, const format::WeightBlock& unit, const Device
   double least = INFINITY;
   const int64_t tokens = a.pairs.count / std::max<int>(a.pairs.choices, 1);
   for (const PieceCost& cost : kPieceCosts) {
-    if (cost.tiles > (facts.warpgroup_products ? 1 : most_tiles(facts))) continue;
+    if (!has_kernel(cost.tiles, facts.warpgroup_products) || cost.tiles > most_tiles(facts)) continue;
     Plan p{};
     p.unit_bytes = unit.block_bytes(), p.has_subs = unit.sub > 0, p.slabs = divide_up(a.n, format::kWeightRows);
     const auto fill_in = [&](int columns) {
