@@ -182,7 +182,8 @@ class Quantiser {
       word[j] = select_bytes(select_bytes(q[0], q[1], 0x0040), select_bytes(q[2], q[3], 0x0040), 0x5410);
     }
     const int step = inside_ / 8, upper = inside_ / 4 % 2;  // of the products, and which half of it
-    if constexpr (CODES == Codes::kUniform) {               // even channels make one operand, odd channels the other
+    if constexpr (CODES == Codes::kUniform) {
+      // Even channels make one operand, odd channels the other.
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const uint32_t other = __shfl_xor_sync(0xffffffff, word[j], 4);

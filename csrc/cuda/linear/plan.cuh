@@ -17,10 +17,10 @@ inline int divide_up(int64_t x, int64_t y) { return static_cast<int>((x + y - 1)
 // their sums, count arrivals and wait for each other.
 constexpr int kJoinUnits = 40;
 
-// What blocks of so many tiles of columns cost: how much longer than with one tile a unit takes, and as many units
-// because registers leave no room beside a block for one that quantises the next activations. As measured on an H200.
+// What blocks of so many tiles of columns cost on an H200.
 struct TilesCost {
-  double unit, block;
+  double unit;   // how many times as long a unit takes as with one tile
+  double block;  // as many units, because registers leave no room for a block that quantises the next activations
 };
 constexpr TilesCost cost_of(int tiles) {
   return tiles == 1 ? TilesCost{1, 0} : tiles == 2 ? TilesCost{1.15, 0} : TilesCost{1.75, 25};

@@ -16,7 +16,8 @@
 namespace turboquant::cuda::linear {
 
 // The most tiles of columns that a thread block has on this architecture (most_tiles in plan.cuh). Shared memory of
-// compute capability 7.5 has no room for more; where warpgroups multiply, more columns take tiles of tokens or two blocks.
+// compute capability 7.5 has no room for more; where warpgroups multiply, more columns take two blocks or another
+// kernel.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kMostTiles = 2;
 #else
@@ -80,6 +81,7 @@ class UnitStream {
       at.operand[i] = record + r.operands() + column * kHalfChannels + 16 * (lane_ % 4);
     }
     if constexpr (ONE_COLUMN) {
+      // Lanes of a step that a group of 64 channels does not have read what follows, and multiply it by 0.
       at.pair = record;
       at.operand[0] = record + r.operands() + step_ / 2 * kHalfChannels + 16 * (lane_ % 4) + step_ % 2 * 8;
     }
