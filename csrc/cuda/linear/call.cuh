@@ -19,6 +19,9 @@ enum class Codes {
   kBytes     // 8 bits, which are levels
 };
 
+// Whether even channels make one operand and odd channels the other: codes in the lower and the upper half of a byte.
+__host__ __device__ constexpr bool splits_channels(Codes codes) { return codes == Codes::kUniform; }
+
 // Whether units have multipliers, one for every 32 channels.
 enum class Subs {
   kNone,

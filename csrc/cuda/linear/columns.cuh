@@ -31,9 +31,10 @@ struct CallColumns {
 
 // A warp quantises pieces of 128 channels of a column: one group, or two of 64. A lane has four neighbouring
 // channels. Two pieces at a time hide the latency of each other, and those that follow are on their way.
+// SPLIT: even channels make one operand, odd channels the other (splits_channels in call.cuh).
 // Columns: how many columns a record has to have, which of them exist (the others are zeros), and where their rows of x
 // begin.
-template <Codes CODES, typename Columns>
+template <bool SPLIT, typename Columns>
 class Quantiser {
   using Values = float[kPiecesAtOnce][4];
   // Four channels as they are in memory, so that nobody waits for them before they are transformed.
@@ -182,8 +183,7 @@ class Quantiser {
       word[j] = select_bytes(select_bytes(q[0], q[1], 0x0040), select_bytes(q[2], q[3], 0x0040), 0x5410);
     }
     const int step = inside_ / 8, upper = inside_ / 4 % 2;  // of the products, and which half of it
-    if constexpr (CODES == Codes::kUniform) {
-      // Even channels make one operand, odd channels the other.
+    if constexpr (SPLIT) {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const uint32_t other = __shfl_xor_sync(0xffffffff, word[j], 4);
@@ -212,7 +212,7 @@ class Quantiser {
 };
 
 // Quantises all columns for the kernel that follows. The grid is [several, blocks of columns].
-template <Codes CODES>
+template <bool SPLIT>
 __global__ void __launch_bounds__(32 * kQuantiseWarps)
     quantise_columns(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
   let_next_kernel_begin();  // it reads only weights before it waits for this one
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(32 * kQuantiseWarps)
   uint8_t* const records = p.records + int64_t{blockIdx.y} * a.groups * p.record.bytes();
   const CallColumns of{a, int64_t{blockIdx.y} * p.record.columns, p.record.columns};
   const int first = blockIdx.x * kQuantiseWarps + threadIdx.x / 32, step = gridDim.x * kQuantiseWarps;
-  Quantiser<CODES, CallColumns>(a, p.record, records, 0, a.groups, of).run(first, step, [] {});
+  Quantiser<SPLIT, CallColumns>(a, p.record, records, 0, a.groups, of).run(first, step, [] {});
 }
 
 }  // namespace turboquant::cuda::linear

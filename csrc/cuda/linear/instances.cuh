@@ -9,23 +9,34 @@ namespace turboquant::cuda::linear {
 template <Codes CODES, Subs SUBS, int TILES, bool ONE_COLUMN = false>
 KernelEntry entry_of() {
   return {reinterpret_cast<const void*>(&linear_kernel<CODES, SUBS, TILES, ONE_COLUMN>),
-          reinterpret_cast<const void*>(&quantise_columns<CODES>)};
+          reinterpret_cast<const void*>(&quantise_columns<splits_channels(CODES)>)};
 }
 
-// With few tiles of columns kernels for units without multipliers are faster by a tenth, with more they are not. One
-// column has a kernel of its own where there are multipliers.
-template <Codes CODES>
-KernelEntry find_kernel(bool sub, int columns) {
-  constexpr bool kBytes = CODES == Codes::kBytes;  // which have no multipliers
-  constexpr Subs kAll = kBytes ? Subs::kNone : Subs::kAll, kEither = kBytes ? Subs::kNone : Subs::kEither;
-  if constexpr (!kBytes) {
-    if (columns == 1 && sub) return entry_of<CODES, kAll, 1, true>();
+template <Codes CODES, int TILES>
+KernelEntry entry_with(Subs subs) {
+  if constexpr (CODES == Codes::kBytes) {
+    return entry_of<CODES, Subs::kNone, TILES>();
+  } else if constexpr (TILES > 2) {
+    return entry_of<CODES, Subs::kEither, TILES>();
+  } else {
+    if (subs == Subs::kAll) return entry_of<CODES, Subs::kAll, TILES>();
+    if (TILES == 1 || subs == Subs::kNone) return entry_of<CODES, Subs::kNone, TILES>();
+    return entry_of<CODES, TILES == 1 ? Subs::kNone : Subs::kEither, TILES>();
   }
-  switch (tiles_of(columns)) {
-    case 1: return sub ? entry_of<CODES, kAll, 1>() : entry_of<CODES, Subs::kNone, 1>();
-    case 2: return sub ? entry_of<CODES, kAll, 2>() : entry_of<CODES, Subs::kNone, 2>();
-    case 4: return entry_of<CODES, kEither, 4>();
-    default: return entry_of<CODES, kEither, 8>();
+}
+
+template <Codes CODES>
+KernelEntry find_kernel(bool sub, int columns, bool warpgroup_products) {
+  const int tiles = tiles_of(columns);
+  const Subs subs = subs_of(CODES, sub, tiles, warpgroup_products);
+  if constexpr (CODES != Codes::kBytes) {
+    if (columns == 1 && subs == Subs::kAll && warpgroup_products) return entry_of<CODES, Subs::kAll, 1, true>();
+  }
+  switch (tiles) {
+    case 1: return entry_with<CODES, 1>(subs);
+    case 2: return entry_with<CODES, 2>(subs);
+    case 4: return entry_with<CODES, 4>(subs);
+    default: return entry_with<CODES, 8>(subs);
   }
 }
 

@@ -117,7 +117,7 @@ class Block : UnitStream<CODES, SUBS, TILES, ONE_COLUMN> {
       meanwhile();
       wait_for_copies();
     } else {
-      Quantiser<CODES, CallColumns>(a_, r, columns(), first_group_, first_group_ + groups_, of)
+      Quantiser<splits_channels(CODES), CallColumns>(a_, r, columns(), first_group_, first_group_ + groups_, of)
           .run(warp_, kWarps, meanwhile);
     }
     __syncthreads();
@@ -211,10 +211,20 @@ class Block : UnitStream<CODES, SUBS, TILES, ONE_COLUMN> {
   int copy_slab_, to_copy_;                        // of the stream's next copy; units of the slabs behind it
 };
 
+// Which kernels there are. With up to two tiles of columns a kernel for units without multipliers is faster by a tenth
+// than one for both, with more it is not. That, and a kernel for one column, was measured on devices with products of
+// warpgroups; others have a kernel of two tiles for all units, so that the library is smaller.
+constexpr Subs subs_of(Codes codes, bool sub, int tiles, bool warpgroup_products) {
+  if (codes == Codes::kBytes) return Subs::kNone;  // which have no multipliers
+  if (tiles > (warpgroup_products ? 2 : 1)) return Subs::kEither;
+  return sub ? Subs::kAll : Subs::kNone;
+}
+
 template <Codes CODES, Subs SUBS, int TILES, bool ONE_COLUMN>
 __global__ void __maxnreg__(most_registers(TILES))
     linear_kernel(const __grid_constant__ Call a, const __grid_constant__ Plan p) {
-  if constexpr (TILES <= kMostTiles) {
+  constexpr bool kHasSubs = SUBS == subs_of(CODES, SUBS != Subs::kNone, TILES, kWarpgroupProducts);
+  if constexpr (TILES <= kMostTiles && kHasSubs && (!ONE_COLUMN || kWarpgroupProducts)) {
     extern __shared__ uint4 dynamic[];
     Block<CODES, SUBS, TILES, ONE_COLUMN> block(a, p, reinterpret_cast<uint8_t*>(dynamic));
     block.run();

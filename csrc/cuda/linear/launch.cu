@@ -10,9 +10,11 @@
 namespace turboquant::cuda::linear {
 namespace {
 
-KernelEntry find(const format::WeightBlock& unit, bool uniform, int columns) {
-  if (format::levels_are_codes(unit.width())) return find_kernel<Codes::kBytes>(false, columns);
-  return uniform ? find_kernel<Codes::kUniform>(unit.sub, columns) : find_kernel<Codes::kLloyd>(unit.sub, columns);
+KernelEntry find(const format::WeightBlock& unit, bool uniform, int columns, bool warpgroup_products) {
+  const bool sub = unit.sub > 0;
+  if (format::levels_are_codes(unit.width())) return find_kernel<Codes::kBytes>(sub, columns, warpgroup_products);
+  return uniform ? find_kernel<Codes::kUniform>(sub, columns, warpgroup_products)
+                 : find_kernel<Codes::kLloyd>(sub, columns, warpgroup_products);
 }
 
 // Only the L2 cache is sure to have what the previous kernel has written. In a graph, that kernel does not write
@@ -31,7 +33,8 @@ Plan known_plan_of(const Call& call, const format::WeightBlock& unit, const Devi
 
 LinearLaunch::LinearLaunch(const Call& call, const format::WeightBlock& unit, bool uniform, const Device& device)
     : call_(call), device_(device), plan_(known_plan_of(call, unit, device)),
-      entry_(find(unit, uniform, plan_.record.columns)), quantises_first_(quantises_first(call, plan_)) {}
+      entry_(find(unit, uniform, plan_.record.columns, device.facts.warpgroup_products)),
+      quantises_first_(quantises_first(call, plan_)) {}
 
 int LinearLaunch::column_blocks() const { return divide_up(call_.columns, plan_.record.columns); }
 int64_t LinearLaunch::record_bytes() const {

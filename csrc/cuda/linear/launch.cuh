@@ -12,9 +12,10 @@ struct KernelEntry {
   const void* quantise;  // of activations
 };
 
-// The kernel for blocks of up to `columns` columns. Defined in instances/codes.cu.
+// The kernel for blocks of up to `columns` columns, on devices with or without products of warpgroups. Defined in
+// instances/codes.cu.
 template <Codes CODES>
-KernelEntry find_kernel(bool sub, int columns);
+KernelEntry find_kernel(bool sub, int columns, bool warpgroup_products);
 
 // A launch, with everything that follows from the call and the device: computed once, before memory is allocated.
 class LinearLaunch {

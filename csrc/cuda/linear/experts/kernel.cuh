@@ -146,7 +146,7 @@ class Block : UnitStream<CODES, subs_of_experts(CODES), TILES> {
     if (column < piece.count) pairs_[column] = arranged_.order[piece.first + column];
     __syncthreads();
     const PieceColumns of{a_, pairs_, piece.count};
-    Quantiser<CODES, PieceColumns>(a_, r, columns(), 0, a_.groups, of).run(warp_, kWarps, meanwhile);
+    Quantiser<splits_channels(CODES), PieceColumns>(a_, r, columns(), 0, a_.groups, of).run(warp_, kWarps, meanwhile);
     __syncthreads();
   }
 
