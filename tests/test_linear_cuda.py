@@ -162,7 +162,7 @@ def test_units_are_shared_by_warps(f, n, k):
 
 EDGES = (17, 31, 33, 63, 64, 65, 95, 97, 127, 128, 129, 159, 160, 161, 191, 192, 193, 223, 224, 225)
 WIDE = ((70, 372096), (200, 131136), (513, 51200))
-"""Weights (n, k) of more than 17 million numbers: 33 to 257 tokens of any dtype take tiles."""
+"""Weights (n, k) of more than 17 million numbers: 33 to 257 tokens of 16 bits take tiles."""
 
 
 @formats
@@ -348,7 +348,7 @@ def test_many_tokens(tokens):
 def test_a_graph_of_layers(tokens, dtype):
     """Launches that overlap: each layer reads what the one before it wrote.
 
-    In bfloat16 the weights are decoded for 40 tokens and more, in float32 they are not.
+    In bfloat16 the weights are decoded for 200 tokens, in float32 they are not.
     """
     f = FORMATS[0]
     cases = [make_case(f, 256, 256, seed=i) for i in range(6)]

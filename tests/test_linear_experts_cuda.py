@@ -113,7 +113,7 @@ def test_more_tokens(f, k):
 @formats
 @pytest.mark.parametrize("k", [64, 192, 1024])
 def test_pieces_of_two_tiles_of_columns(f, k):
-    """9 to 16 pairs of an expert are one piece where activations have 16 bits."""
+    """9 to 16 pairs of an expert are one piece."""
     experts = make_experts(f, 70, k, 5)
     for tokens, choices in ((27, 2), (35, 1), (60, 1), (20, 3)):
         dtype = FLOATS[1 + tokens % 2]
@@ -169,8 +169,8 @@ def test_many_channels():
 
 
 def test_more_channels_than_shared_memory_has_room_for():
-    experts = make_experts(FORMATS[0], 20, 87_616, 2)
-    check(experts, randn(3, 87_616, seed=1), choose(3, 2, 2), "tiles")
+    experts = make_experts(FORMATS[0], 20, 60_032, 2)
+    check(experts, randn(3, 60_032, seed=1), choose(3, 2, 2), "tiles")
 
 
 def test_so_many_tokens_that_they_take_turns():

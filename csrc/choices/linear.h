@@ -27,9 +27,9 @@ struct LinearShape {
 
 namespace choices {
 
-// Measured on an H200 (docs/measurements/performance_linear.md). Products of bytes are the fastest kernel up to 32
-// tokens, and up to more if the weight is small. They round activations to 8 bits, those in float32 only up to
-// kFewTokens.
+// Measured on an H200 with codes of 4 bits (docs/measurements/performance_linear.md). Products of bytes are the fastest
+// kernel up to 32 tokens, and up to more if the weight is small. They round activations to 8 bits, those in float32
+// only up to kFewTokens.
 constexpr int64_t kFewTokens = 16;
 constexpr int64_t kFewRoundedTokens = 32;
 struct FewTokens {
@@ -104,10 +104,10 @@ constexpr int kMostExperts = 4096;
 namespace choices {
 
 // Pairs of each expert on average. Up to kFewPairs products of codes are faster than tiles, and up to kMorePairs where
-// activations have 16 bits and shared memory has room for kWidePiece tokens (docs/measurements/performance_linear.md).
-// GPUs without tiles take them up to kMostCodePairs.
+// shared memory has room for kWidePiece tokens (docs/measurements/performance_linear.md); float32 stops at kFewPairs,
+// because they round it to 8 bits. GPUs without tiles take them up to kMostCodePairs.
 constexpr int64_t kFewPairs = 8, kMorePairs = 12, kMostCodePairs = 64;
-constexpr int kWidePiece = 16;
+constexpr int kLeastPiece = 3, kWidePiece = 16;
 
 // Whether shared memory has room for the channels of so many tokens as operands, beside weights of any format
 // (cuda/linear/experts/plan.cuh). A channel takes a byte of each token, and the units of tokens up to one more.
@@ -119,26 +119,29 @@ constexpr bool has_room(int64_t k, int tokens, const DeviceFacts& device) {
 
 constexpr ExpertsChoice choose_experts(const ExpertsFacts& call, const DeviceFacts& device) {
   using Kernel = ExpertsKernel;
-  const bool has_room = choices::has_room(call.k, 1, device);
+  const bool has_room = choices::has_room(call.k, choices::kLeastPiece, device);
   const auto has_at_most = [&](int64_t pairs) { return call.pairs <= pairs * call.experts; };
   if (!device.warpgroup_products) {
-    if (!has_room) return {Kernel::kOneByOne, "shared memory has no room for a token's channels"};
+    if (!has_room) return {Kernel::kOneByOne, "shared memory has no room for the channels of 3 tokens"};
     if (has_at_most(choices::kMostCodePairs)) return {Kernel::kCodes, "up to 64 tokens for each expert on average"};
     if (call.captured) return {Kernel::kCodes, "a CUDA graph, which cannot wait"};
     return {Kernel::kOneByOne, "more than 64 tokens for each expert on average"};
   }
   if (has_at_most(choices::kFewPairs)) {
     if (has_room) return {Kernel::kCodes, "up to 8 tokens for each expert on average"};
-    return {Kernel::kTiles, "shared memory has no room for a token's channels as bytes"};
+    return {Kernel::kTiles, "shared memory has no room for the channels of 3 tokens as bytes"};
   }
-  const bool rounded = call.dtype != Dtype::kFloat32;
-  if (rounded && has_at_most(choices::kMorePairs) && choices::has_room(call.k, choices::kWidePiece, device)) {
+  if (call.dtype == Dtype::kFloat32) {
+    if (!has_at_most(choices::kMostRoundedTokens) && !call.captured) {
+      return {Kernel::kOneByOne, "more than 256 tokens of float32 for each expert on average"};
+    }
+    return {Kernel::kTiles, "more than 8 tokens of float32 for each expert on average"};
+  }
+  if (!has_at_most(choices::kMorePairs)) return {Kernel::kTiles, "more than 12 tokens for each expert on average"};
+  if (choices::has_room(call.k, choices::kWidePiece, device)) {
     return {Kernel::kCodes, "up to 12 tokens for each expert on average"};
   }
-  if (!rounded && !has_at_most(choices::kMostRoundedTokens) && !call.captured) {
-    return {Kernel::kOneByOne, "more than 256 tokens of float32 for each expert on average"};
-  }
-  return {Kernel::kTiles, "more than 8 tokens for each expert on average"};
+  return {Kernel::kTiles, "more than 8 tokens for each expert on average, and no room for the channels of 16"};
 }
 
 }  // namespace turboquant

@@ -18,10 +18,11 @@ KernelEntry entry_with(Subs subs) {
     return entry_of<CODES, Subs::kNone, TILES>();
   } else if constexpr (TILES > 2) {
     return entry_of<CODES, Subs::kEither, TILES>();
+  } else if constexpr (TILES == 2) {
+    if (subs == Subs::kEither) return entry_of<CODES, Subs::kEither, 2>();
+    return subs == Subs::kAll ? entry_of<CODES, Subs::kAll, 2>() : entry_of<CODES, Subs::kNone, 2>();
   } else {
-    if (subs == Subs::kAll) return entry_of<CODES, Subs::kAll, TILES>();
-    if (TILES == 1 || subs == Subs::kNone) return entry_of<CODES, Subs::kNone, TILES>();
-    return entry_of<CODES, TILES == 1 ? Subs::kNone : Subs::kEither, TILES>();
+    return subs == Subs::kAll ? entry_of<CODES, Subs::kAll, 1>() : entry_of<CODES, Subs::kNone, 1>();
   }
 }
 

@@ -212,8 +212,8 @@ class Block : UnitStream<CODES, SUBS, TILES, ONE_COLUMN> {
 };
 
 // Which kernels there are. With up to two tiles of columns a kernel for units without multipliers is faster by a tenth
-// than one for both, with more it is not. That, and a kernel for one column, was measured on devices with products of
-// warpgroups; others have a kernel of two tiles for all units, so that the library is smaller.
+// than one for both. Without products of warpgroups nobody measured it: one kernel of two tiles serves both, there is
+// none for one column, and the library is smaller.
 constexpr Subs subs_of(Codes codes, bool sub, int tiles, bool warpgroup_products) {
   if (codes == Codes::kBytes) return Subs::kNone;  // which have no multipliers
   if (tiles > (warpgroup_products ? 2 : 1)) return Subs::kEither;

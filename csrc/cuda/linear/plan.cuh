@@ -43,8 +43,8 @@ inline bool quantises_first(const Call& a, const Plan& p) {
   return pieces > kMostQuantised * kWarps;
 }
 
-// What it costs that a few multiprocessors, up to kFewIdle, are left over: in a chain of calls they have the most room
-// for the blocks that quantise for the next one, which gather there.
+// What a few idle multiprocessors, up to kFewIdle, cost: in a chain of calls most blocks that quantise for the next
+// call start there, and wait for each other.
 constexpr int kFewIdle = 8, kCrowdUnits = 50;
 
 // A plan, and what its busiest thread block costs: as many units of one tile.
@@ -53,7 +53,9 @@ struct CostedPlan {
   double cost;
 };
 
-// The plan with the least cost for blocks of up to `most_columns` columns.
+// The plan for blocks of up to `most_columns` columns. Thread blocks share channels by units and kJoinUnits alone: a
+// part of the channels also has fewer activations to read, but counting them would make too many share. The cost that
+// is returned compares numbers of tiles.
 inline CostedPlan plan_with(const Call& a, const format::WeightBlock& unit, int most_columns,
                             const DeviceFacts& facts) {
   Plan p{};
@@ -63,8 +65,10 @@ inline CostedPlan plan_with(const Call& a, const format::WeightBlock& unit, int 
   p.record = record, p.unit_bytes = unit_bytes, p.has_subs = unit.sub > 0;
   p.slabs = divide_up(a.n, format::kWeightRows);
   const int room = facts.shared_per_block;
-  // The smallest rings: a unit for each warp, and room for its sums, which may wait there for other warps.
-  const int sum_bytes = kSumBytes * tiles, least_ring = kWarps * std::max(sum_bytes, unit_bytes);
+  // The smallest rings: a unit for each warp, where bulk copies fill them two, so that it copies one and multiplies the
+  // other; and room for its sums, which may wait there for other warps.
+  const int least_units = facts.warpgroup_products ? 2 : 1;
+  const int sum_bytes = kSumBytes * tiles, least_ring = kWarps * std::max(sum_bytes, least_units * unit_bytes);
   const bool even = has_even_shares(tiles, facts.warpgroup_products);
   const int sums = even ? kWarps * sum_bytes : 0;
   const int most_records = std::min(3 * room / 5, room - kHeaderBytes - 128 - least_ring - sums);

@@ -2,9 +2,10 @@
 // each other in memory through a ring in shared memory, filled by bulk copies, and multiplies them with columns that
 // the thread block has there.
 //
-// A product of tensor cores has room for eight columns. One column, of units with multipliers, takes four of them
-// (ONE_COLUMN): one for each step of 32 channels, zero in all other steps. So the sums of all steps, which need
-// multipliers of their own, wait in one accumulator, and are added when the stream of a slab ends.
+// A product of tensor cores has room for eight columns. One column, of units with multipliers, takes all of them
+// (ONE_COLUMN): two neighbours hold the same step of 32 channels and are zero in all other steps, and the sums of the
+// first are read. So the sums of all steps, which need multipliers of their own, wait in one accumulator, and are added
+// when the stream of a slab ends.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
@@ -31,8 +32,9 @@ class UnitStream {
  protected:
   static constexpr bool kSub = SUBS != Subs::kNone;
   using T = Traits<CODES>;
-  // A second product costs less than one operand made of two words where there is one tile of columns, or where sums
-  // of a unit are subtracted once (with two tiles and multipliers 16 tokens of a layer took 67 us instead of 63).
+  // With one tile of columns a second product costs less than making one operand of two words; without multipliers,
+  // too, since sums are subtracted once for each unit. (Two tiles and multipliers, 16 tokens of a layer: two operands
+  // 67 us, one 63.)
   static constexpr int kOperands = CODES == Codes::kLloyd && (TILES == 1 || SUBS == Subs::kNone) ? 2 : 1;
   using Sums = float[TILES][4];  // of 16 rows and all columns, as a tensor core leaves them
 
