@@ -83,9 +83,7 @@ UP_TO_32 = "at most 32 query rows per KV head"
 MANY = "many query rows per KV head"
 MORE_THAN_12 = "more than 12 tokens for each expert on average"
 MORE_THAN_8_FULL = "more than 8 tokens of float32 for each expert on average"
-NO_WIDE_ROOM = (
-    "more than 8 tokens for each expert on average, and no room for the channels of 16"
-)
+NO_WIDE_ROOM = "more than 8 tokens for each expert on average, and no room for the channels of 16"
 OF_AN_EXPERT = "tokens for each expert on average"
 FULL_OF_AN_EXPERT = "more than 256 tokens of float32 for each expert on average"
 NO_ROOM = "shared memory has no room for the channels of 3 tokens"

@@ -297,9 +297,10 @@ def linear_packed(
     largest channel is 127. On the CPU the result is the same bits whatever the level of
     instructions, the number of threads and the other tokens of the call. CUDA does the same with
     few tokens (32, or 16 of float32; up to 96 of a small weight, and 64 on GPUs of another compute
-    capability than 9.0), but adds in another order, so that results differ by roundings of float32. With more tokens it rounds activations to float16 after their rotation
-    (those of bfloat16 to 8 significant bits), each token with a power of two of its own, or
-    multiplies decoded rows of the weight, and activations keep their dtype.
+    capability than 9.0), but adds in another order, so that results differ by roundings of float32.
+    With more tokens it rounds activations to float16 after their rotation (those of bfloat16 to 8
+    significant bits), each token with a power of two of its own, or multiplies decoded rows of the
+    weight, and activations keep their dtype.
     `kernel_choice("linear_packed", tokens=..., n=..., k=..., dtype=...)` tells which ("codes",
     "tiles" or "decoded").
 
