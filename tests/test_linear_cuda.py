@@ -43,12 +43,15 @@ def kernel_of(x, case: Case) -> str:
     return kernel_choice("linear_packed", tokens=tokens, n=case.n, k=k, dtype=x.dtype).kernel
 
 
+def has_tiles() -> bool:
+    return kernel_choice("linear_packed", tokens=65, n=4096, k=4096).kernel == "tiles"
+
+
 def check(x, case: Case, packed=None, bias=None, kernel=None):
     """kernel: the one that takes the call on a GPU that has tiles."""
     packed = case.packed() if packed is None else packed
     y, chosen = on_gpu(x, case, packed, bias), kernel_of(x, case)
-    has_tiles = kernel_choice("linear_packed", tokens=65, n=4096, k=4096).kernel == "tiles"
-    assert chosen == kernel or kernel is None or not has_tiles
+    assert chosen == kernel or kernel is None or not has_tiles()
     if chosen == "tiles":
         want, bound = of_tiles(x, packed, case, bias)
     elif chosen == "codes":

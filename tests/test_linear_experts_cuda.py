@@ -22,7 +22,7 @@ from tests.test_linear import (
     moved,
     product_bound,
 )
-from tests.test_linear_cuda import of_tiles
+from tests.test_linear_cuda import has_tiles, of_tiles
 from torch_turboquant.choices import kernel_choice
 from torch_turboquant.ops.linear_reference import linear_packed_reference
 
@@ -56,10 +56,6 @@ def choose(tokens: int, choices: int, experts: int, seed: int = 1) -> Tensor:
     """Each token chooses some of the experts; one number more belongs to none of them."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(experts + 1, (tokens, choices), generator=generator)
-
-
-def has_tiles() -> bool:
-    return kernel_choice("linear_packed", tokens=65, n=4096, k=4096).kernel == "tiles"
 
 
 def check(experts: Experts, x: Tensor, chosen: Tensor, kernel: str, bias: Tensor | None = None):

@@ -31,12 +31,12 @@ namespace choices {
 // kernel up to 32 tokens, and up to more if the weight is small. They round activations to 8 bits, those in float32
 // only up to kFewTokens.
 constexpr int64_t kFewTokens = 16;
-constexpr int64_t kFewRoundedTokens = 32;
 struct FewTokens {
   int64_t tokens, weights;  // the most tokens, of a weight of at most so many numbers
   const char* reason;
 };
-constexpr FewTokens kFewTokensOfSmall[] = {{64, 17'000'000, "up to 64 tokens, and n * k is at most 17 million"},
+constexpr FewTokens kFewRoundedTokens[] = {{32, INT64_MAX, "up to 32 tokens of 16 bits"},
+                                           {64, 17'000'000, "up to 64 tokens, and n * k is at most 17 million"},
                                            {96, 5'000'000, "up to 96 tokens, and n * k is at most 5 million"}};
 // GPUs without tiles take products of bytes up to here.
 constexpr int64_t kMostCodeTokens = 64;
@@ -70,8 +70,7 @@ constexpr LinearChoice choose_linear(const LinearShape& call, const DeviceFacts&
     if (call.tokens <= choices::kMostRoundedTokens) return {Kernel::kTiles, "up to 256 tokens of float32"};
     return {Kernel::kDecoded, "more than 256 tokens of float32"};
   }
-  if (call.tokens <= choices::kFewRoundedTokens) return {Kernel::kCodes, "up to 32 tokens of 16 bits"};
-  for (const choices::FewTokens& few : choices::kFewTokensOfSmall) {
+  for (const choices::FewTokens& few : choices::kFewRoundedTokens) {
     if (call.tokens <= few.tokens && choices::has_at_most(call, few.weights)) return {Kernel::kCodes, few.reason};
   }
   if (call.tokens > choices::kMostTileTokens) return {Kernel::kDecoded, "more than 5,000 tokens"};

@@ -377,11 +377,11 @@ def linear_experts(
     the CPU bit by bit. CUDA rounds activations to signed bytes, as linear_packed does with few
     tokens, or on a GPU of compute capability 9.0 and with more than 12 tokens for each expert on
     average to float16, as it does with more (8 tokens of float32, or of more than some 10,000
-    channels). It does not wait for the device: graphs are replayed
-    with whatever experts are chosen then. Only other GPUs with more than 64 tokens for each expert,
-    and float32 with more than 256, wait to know the chosen experts, and call linear_packed for one
-    after the other; in a graph they do not. `kernel_choice("linear_experts", tokens=...,
-    choices=..., experts=..., k=...)` tells which ("codes", "tiles" or "one_by_one").
+    channels). It does not wait for the device: graphs are replayed with whatever experts are chosen
+    then. Only other GPUs with more than 64 tokens for each expert, and float32 with more than 256,
+    wait to know the chosen experts, and call linear_packed for one after the other; in a graph they
+    do not. `kernel_choice("linear_experts", tokens=..., choices=..., experts=..., k=...)` tells
+    which ("codes", "tiles" or "one_by_one").
 
     Args:
         x: [tokens, k], float32, float16 or bfloat16, stride 1 in k.
@@ -401,7 +401,7 @@ def linear_experts(
         ValueError: another shape, stride, device, bits or sub.
         RuntimeError: x or bias is differentiated; the op has no derivative. On CUDA: more than
             4,096 experts; or in a graph on a GPU of another compute capability than 9.0 so many
-            channels that shared memory has no room for those of a token (more than 2,048 on a T4,
+            channels that shared memory has no room for those of 3 tokens (more than 2,048 on a T4,
             11,008 on an L4, 27,392 on an A100).
     """
     try:

@@ -16,7 +16,7 @@ template <Codes CODES, Subs SUBS, int TILES, bool ONE_COLUMN>
 class Block : UnitStream<CODES, SUBS, TILES, ONE_COLUMN> {
   using Stream = UnitStream<CODES, SUBS, TILES, ONE_COLUMN>;
   using Stream::columns, Stream::copy_from_, Stream::copy_left_, Stream::lane_, Stream::shared_, Stream::warp_;
-  using typename Stream::Sums;
+  using typename Stream::Expand, typename Stream::Sums;
 
  public:
   __device__ __forceinline__ Block(const Call& a, const Plan& p, uint8_t* shared) : Stream(p, shared), a_(a), p_(p) {
@@ -37,7 +37,7 @@ class Block : UnitStream<CODES, SUBS, TILES, ONE_COLUMN> {
       if (p_.early == Early::kPrefetch) prefetch();
       wait_for_previous_kernel();
     }
-    const uint32_t levels = this->expand_.load(a_.levels);
+    const uint32_t levels = Expand::load(a_.levels);
     this->init_barriers();
     // Activations would have to wait behind all weights that were asked for before them.
     const int first = early && warp_ % 2 == 0;
@@ -47,7 +47,7 @@ class Block : UnitStream<CODES, SUBS, TILES, ONE_COLUMN> {
 #pragma unroll 1
       for (int i = first; i < p_.slots; ++i) this->fill(i, follow());
     });
-    this->expand_ = decltype(this->expand_)(levels);
+    this->expand_ = Expand(levels);
     let_next_kernel_begin();  // which begins to fill its ring: not before this one has its activations
     stream();
   }

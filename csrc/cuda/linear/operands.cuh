@@ -1,11 +1,9 @@
 // From the codes of a unit of weights (docs/format.md) to left operands of tensor cores: 16 rows, 32 channels at a
 // time.
 //
-//   kLloyd    a byte permutation looks up four codes. Its tables have eight entries, so there are two: `plus` for the
-//             upper half of the codes, whose levels are positive, and `minus` for the lower half, of which it has the
-//             magnitudes. A code of the other half selects the sign of a byte, which is 0. Either both words are
-//             operands, and products with `minus` are subtracted (two operands), or the words are subtracted (one):
-//             2 instructions for each word instead of a second product for each tile of columns.
+//   kLloyd    byte permutations look codes up in two tables (levels.cuh). Either both words are operands, and products
+//             with `minus` are subtracted (two operands), or the words are subtracted (one): 2 instructions for each
+//             word instead of a second product for each tile of columns.
 //   kUniform  level = 2 c - 15. A code in the upper half of a byte, its top bit flipped, with 8 below it is the byte
 //             16 (c - 8) + 8 = 8 levels.
 //   kBytes    codes are levels.
@@ -13,6 +11,7 @@
 
 #include "cuda/common/mma.cuh"
 #include "cuda/linear/call.cuh"
+#include "cuda/linear/levels.cuh"
 
 namespace turboquant::cuda::linear {
 
@@ -41,7 +40,6 @@ __device__ __forceinline__ uint32_t multiplied(uint32_t x, uint32_t one) {
 template <Codes CODES, int OPERANDS>
 struct Expansion {
   static_assert(OPERANDS == 1 || CODES == Codes::kLloyd);
-  uint32_t plus_low = 0, plus_high = 0, minus_low = 0, minus_high = 0;
 
   Expansion() = default;
   // What a lane loads of levels, int8 [16], aligned to 4 bytes: apart from the rest, so that nobody waits for it before
@@ -55,8 +53,7 @@ struct Expansion {
       // By way of neighbouring lanes, which hides from the compiler that all lanes have the same words: it would keep
       // them in uniform registers, and move them into a lane's before every permutation.
       const auto of_lane = [&](int lane) { return __shfl_sync(0xffffffff, word, lane, 4); };
-      minus_low = __vneg4(of_lane(0)), minus_high = __vneg4(of_lane(1));
-      plus_low = of_lane(2), plus_high = of_lane(3);
+      tables_.set(of_lane);
     }
   }
 
@@ -77,15 +74,14 @@ struct Expansion {
   // Four codes, as they are and with their top bits flipped.
   template <int I>
   __device__ __forceinline__ void look_up(uint32_t flipped, uint32_t codes, uint32_t (&a)[OPERANDS][4]) const {
-    const uint32_t plus = select_bytes(plus_low, plus_high, flipped);
-    const uint32_t minus = select_bytes(minus_low, minus_high, codes);
     if constexpr (OPERANDS == 2) {
-      a[0][I] = plus, a[1][I] = minus;
+      a[0][I] = tables_.plus(flipped), a[1][I] = tables_.minus(codes);
     } else {
-      constexpr uint32_t kTop = 0x80808080;  // keeps bytes from borrowing from each other
-      a[0][I] = (plus + kTop - minus) ^ kTop;
+      a[0][I] = tables_.biased(codes, flipped) ^ 0x80808080;
     }
   }
+
+  LevelTables tables_;  // of kLloyd
 };
 
 // The multipliers of rows g and g + 8 in one step, from a word of 16 bits of codes for each row.

@@ -36,6 +36,7 @@ class UnitStream {
   // too, since sums are subtracted once for each unit. (Two tiles and multipliers, 16 tokens of a layer: two operands
   // 67 us, one 63.)
   static constexpr int kOperands = CODES == Codes::kLloyd && (TILES == 1 || SUBS == Subs::kNone) ? 2 : 1;
+  using Expand = Expansion<CODES, kOperands>;
   using Sums = float[TILES][4];  // of 16 rows and all columns, as a tensor core leaves them
 
   __device__ __forceinline__ UnitStream(const StreamPlan& s, uint8_t* shared) : s_(s), shared_(shared) {
@@ -163,7 +164,7 @@ class UnitStream {
   const StreamPlan& s_;
   uint8_t *shared_, *ring_;
   uint64_t* barriers_;
-  Expansion<CODES, kOperands> expand_;
+  Expand expand_;
   int lane_, warp_;
   const uint8_t* copy_from_ = nullptr;  // the next copy, and how many units of its slab are left
   int copy_left_ = 0;

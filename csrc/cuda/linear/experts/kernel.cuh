@@ -32,7 +32,7 @@ template <Codes CODES, int TILES>
 class Block : UnitStream<CODES, subs_of_experts(CODES), TILES> {
   using Stream = UnitStream<CODES, subs_of_experts(CODES), TILES>;
   using Stream::columns, Stream::copy_from_, Stream::copy_left_, Stream::lane_, Stream::shared_, Stream::warp_;
-  using typename Stream::Sums;
+  using typename Stream::Expand, typename Stream::Sums;
 
  public:
   __device__ __forceinline__ Block(const Call& a, const Plan& p, uint8_t* shared)
@@ -46,7 +46,7 @@ class Block : UnitStream<CODES, subs_of_experts(CODES), TILES> {
     this->init_barriers();
     wait_for_previous_kernel();
     let_next_kernel_begin();
-    this->expand_ = decltype(this->expand_)(this->expand_.load(a_.levels));
+    this->expand_ = Expand(Expand::load(a_.levels));
     if (p_.arranged > 0) {
       uint8_t* const memory = shared_ + p_.arranged;
       arrange_few(a_.pairs.chosen, a_.pairs.count, a_.pairs.experts, p_.record.columns, memory);
