@@ -20,7 +20,7 @@ constexpr int kJoinUnits = 40;
 // What blocks of so many tiles of columns cost on an H200.
 struct TilesCost {
   double unit;   // how many times as long a unit takes as with one tile
-  double block;  // as many units, because registers leave no room for a block that quantises the next activations
+  double block;  // how many units more the block takes: registers leave no room for one that quantises the next call
 };
 constexpr TilesCost cost_of(int tiles) {
   return tiles == 1 ? TilesCost{1, 0} : tiles == 2 ? TilesCost{1.15, 0} : TilesCost{1.75, 25};
@@ -47,7 +47,7 @@ inline bool quantises_first(const Call& a, const Plan& p) {
 // call start there, and wait for each other.
 constexpr int kFewIdle = 8, kCrowdUnits = 50;
 
-// A plan, and what its busiest thread block costs: as many units of one tile.
+// A plan, and what its busiest thread block costs, in units of a block of one tile.
 struct CostedPlan {
   Plan plan;
   double cost;
@@ -65,8 +65,8 @@ inline CostedPlan plan_with(const Call& a, const format::WeightBlock& unit, int 
   p.record = record, p.unit_bytes = unit_bytes, p.has_subs = unit.sub > 0;
   p.slabs = divide_up(a.n, format::kWeightRows);
   const int room = facts.shared_per_block;
-  // The smallest rings: a unit for each warp, where bulk copies fill them two, so that it copies one and multiplies the
-  // other; and room for its sums, which may wait there for other warps.
+  // The smallest rings have a unit for each warp, or two where bulk copies fill them: one is copied while the other is
+  // multiplied. A warp's sums may wait there for other warps, too.
   const int least_units = facts.warpgroup_products ? 2 : 1;
   const int sum_bytes = kSumBytes * tiles, least_ring = kWarps * std::max(sum_bytes, least_units * unit_bytes);
   const bool even = has_even_shares(tiles, facts.warpgroup_products);
