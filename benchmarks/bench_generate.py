@@ -177,9 +177,9 @@ def weights_table(bits: int, tiny: bool) -> Iterator[Case]:
         for batch, context in points:
             for kind in ("dynamic", "k5v4u"):
                 yield Case("decode", kind, "eager", batch, context, weights)
-            for kind in ("unmasked", "k5v4u"):
-                mode = "compile" if tiny else "graph"
-                yield Case("decode", kind, mode, batch, context, weights)
+            for mode in ("compile",) if tiny else ("graph", "compile"):
+                for kind in ("unmasked", "k5v4u"):
+                    yield Case("decode", kind, mode, batch, context, weights)
         for context in (200,) if tiny else (100, 1024, 8192):
             yield Case("prompt", "dynamic", "eager", 1, context, weights)
 

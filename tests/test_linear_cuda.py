@@ -7,6 +7,7 @@ take tiles in float32 only, so most tests of tiles are in float32; WIDE is for t
 """
 
 import functools
+import re
 
 import pytest
 import torch
@@ -161,6 +162,32 @@ def test_units_are_shared_by_warps(f, n, k):
         dtype = FLOATS[0] if tokens <= 16 else FLOATS[1 + tokens % 2]
         x, bias = randn(tokens, k, seed=tokens, dtype=dtype), randn(n, seed=4, dtype=dtype)
         check(x, case, packed, bias, "codes" if tokens <= 64 or n * k <= 5_000_000 else None)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "tokens", "tiles"),
+    [
+        (2048, 2048, 1, 1),
+        (2048, 2048, 16, 1),  # two blocks of eight columns
+        (24000, 1088, 16, 2),
+        (24000, 1088, 31, 4),
+        (24000, 1088, 32, 4),
+    ],
+)
+@formats
+def test_the_kernel_of_so_many_columns(f, n, k, tokens, tiles):
+    """A kernel of too many columns would give the right results, in more time."""
+    if not has_tiles():
+        pytest.skip("other GPUs have other kernels")
+    case, packed = wide_case(f, n, k)
+    x = randn(tokens, k, seed=tokens, dtype=torch.bfloat16)
+    check(x, case, packed, randn(n, seed=4, dtype=x.dtype), "codes")
+    arguments = moved("cuda", x, packed, *case.reading)
+    names = launched(lambda: tt.linear_packed(*arguments))
+    found = [re.search(r"linear_kernel<.*, (\d), (?:\(bool\))?(\w+)>", name) for name in names]
+    kernels = [(int(m[1]), m[2] in ("1", "true")) for m in found if m]
+    own = tokens == 1 and f.bits == 4 and f.sub > 0  # one column and multipliers
+    assert kernels == [(tiles, own)], names
 
 
 EDGES = (17, 31, 33, 63, 64, 65, 95, 97, 127, 128, 129, 159, 160, 161, 191, 192, 193, 223, 224, 225)
@@ -377,6 +404,28 @@ def test_a_graph_of_layers(tokens, dtype):
         graph.replay()
         want = run(x)
         assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 32])
+def test_a_graph_of_a_wide_layer(tokens):
+    """In a graph the ring of weights is filled before the activations are there."""
+    case, packed = wide_case(FORMATS[0], 24000, 1088)
+    packed, *reading = moved("cuda", packed, *case.reading)
+    x = torch.zeros(tokens, 1088, dtype=torch.bfloat16, device="cuda")
+
+    def run():
+        y = tt.linear_packed(x + 1, packed, *reading)
+        return tt.linear_packed(y[:, :1088].contiguous(), packed, *reading)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for seed in range(3):
+        x.copy_(randn(tokens, 1088, seed=seed, dtype=x.dtype))
+        graph.replay()
+        assert torch.equal(out, run())
 
 
 @pytest.mark.parametrize("tokens", [3, 40, 200])

@@ -169,6 +169,14 @@ def test_more_channels_than_shared_memory_has_room_for():
     check(experts, randn(3, 60_032, seed=1), choose(3, 2, 2), "tiles")
 
 
+@pytest.mark.parametrize(("k", "kernel"), [(10240, "codes"), (10368, "tiles")])
+def test_the_most_channels_of_wide_pieces(k, kernel):
+    """12 tokens for each expert are pieces of 16 as long as shared memory has room for them."""
+    experts = make_experts(FORMATS[0], 40, k, 2)
+    x = randn(24, k, seed=1, dtype=torch.bfloat16)
+    check(experts, x, torch.arange(24)[:, None] % 2, kernel)
+
+
 def test_so_many_tokens_that_they_take_turns():
     """Operands of some tokens are in memory at a time: 512 MiB."""
     experts, tokens, choices = make_experts(FORMATS[0], 16, 16384, 2), 1100, 8
