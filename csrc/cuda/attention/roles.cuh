@@ -21,6 +21,11 @@ struct Turn {
     ++count;
     if (++stage == stages) stage = 0, phase ^= 1;
   }
+  // As next() so many times.
+  __device__ __forceinline__ void skip(int units, int stages) {
+    count += units, stage += units;
+    phase ^= stage / stages & 1, stage %= stages;
+  }
   __device__ __forceinline__ int buffer() const { return count % kWeightBuffers; }
   __device__ __forceinline__ uint32_t buffer_phase() const { return count / kWeightBuffers & 1; }
 };

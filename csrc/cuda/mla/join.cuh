@@ -112,8 +112,8 @@ struct JoinedRow {
   }
 };
 
-// By all warps of the last block.
-template <class S>
+// By all warps of the last block. AT_ONCE: parts whose loads overlap.
+template <class S, int AT_ONCE>
 __device__ __forceinline__ void write_results(const BlockView& block, const Segment& segment, const SharedBy& shared) {
   const Latents& x = block.call;
 #pragma unroll 1
@@ -121,17 +121,25 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Segm
     const int index = segment.block * S::kRows + r;
     if (index >= segment.work.rows(x.a)) continue;
     JoinedRow<S::kLatent> row;
-    row.template add_all<2>(0, 1, shared.blocks, block.lane, [&](int i) {
+    row.template add_all<AT_ONCE>(0, 1, shared.blocks, block.lane, [&](int i) {
       return part_of<S>(block.plan, shared.first + i, shared.part_of_codes(shared.first + i)) + r * S::kPart;
     });
     row.rotate_back(x, block.lane);
-    row.template add_all<2>(0, 1, shared.exact_blocks(), block.lane, [&](int i) {
+    row.template add_all<AT_ONCE>(0, 1, shared.exact_blocks(), block.lane, [&](int i) {
       return part_of<S>(block.plan, shared.exact + i, shared.part_of_exact(shared.exact + i)) + r * S::kPart;
     });
     const RowPlace place =
         place_of_row(x.a, segment.work.first_query, segment.work.length, segment.work.queries, index);
     row.write(x.a, int64_t{place.token} * x.a.q_heads + place.head, block.lane);
   }
+}
+
+// The same as a function that takes few registers, for kernels with roles. Inlined, or with more parts at once, it takes
+// twenty registers from their loops over units, which then read variables from local memory.
+template <class S>
+__device__ __noinline__ void write_results_apart(const Latents& x, const Plan& plan, const Segment& segment,
+                                                 SharedBy shared) {
+  write_results<S, 1>(BlockView(x, plan, nullptr), segment, shared);
 }
 
 // Adds rows at(0) to at(count - 1) into `sum`, by all threads of a block of join_kernel, each for its channels.

@@ -126,7 +126,12 @@ class LatentBlock {
       notes_.flag = shared.blocks == 1 || count_arrival(plan.arrivals + shared.first, shared.blocks);
     }
     __syncthreads();
-    if (notes_.flag) write_results<S>(block_, segment, shared);
+    if (!notes_.flag) return;
+    if constexpr (Roles::kJoinsApart) {
+      write_results_apart<S>(block_.call, plan, segment, shared);
+    } else {
+      write_results<S, 2>(block_, segment, shared);
+    }
   }
 
   // Moves on to the segment that holds number `unit`.

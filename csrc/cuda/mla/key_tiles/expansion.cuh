@@ -28,6 +28,18 @@ __device__ __forceinline__ uint32_t or_masked(uint32_t x, uint32_t y) {
   return out;
 }
 
+// x & MASK, or ~x & MASK
+template <uint32_t MASK, bool NEGATIVE>
+__device__ __forceinline__ uint32_t bits(uint32_t x) {
+  return NEGATIVE ? ~x & MASK : x & MASK;
+}
+// The lower half of each byte of x beside the upper half of that of y.
+__device__ __forceinline__ uint32_t join_halves(uint32_t x, uint32_t y) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(0x0F0F0F0F), "r"(x), "r"(y));
+  return out;
+}
+
 template <Kind KIND>
 constexpr int kBytesOfWord = KIND == kBytes ? 1 : 2;  // words of bytes
 
@@ -50,14 +62,14 @@ __device__ __forceinline__ void expand_bytes(uint32_t x, uint32_t fifth, uint32_
 template <Kind KIND, bool NEGATIVE>
 __device__ __forceinline__ void expand_pairs(uint32_t x, uint32_t fifth, uint32_t (&pair)[kPairsOfWord<KIND>]) {
   if constexpr (KIND == kNibbles) {
-    const uint32_t w = NEGATIVE ? ~x : x, y = w >> 8;
-    pair[0] = w & 0x000F000F, pair[1] = w & 0x00F000F0, pair[2] = y & 0x000F000F, pair[3] = y & 0x00F000F0;
+    const uint32_t y = x >> 8;
+    pair[0] = bits<0x000F000F, NEGATIVE>(x), pair[1] = bits<0x00F000F0, NEGATIVE>(x);
+    pair[2] = bits<0x000F000F, NEGATIVE>(y), pair[3] = bits<0x00F000F0, NEGATIVE>(y);
   } else if constexpr (KIND == kPlanes) {
-    uint32_t bytes[2];
-    expand_bytes<KIND>(x, fifth, bytes);
-    if constexpr (NEGATIVE) bytes[0] ^= 0x1F1F1F1F, bytes[1] ^= 0x1F1F1F1F;
-    pair[0] = bytes[0] & 0x00FF00FF, pair[1] = bytes[1] & 0x00FF00FF;
-    pair[2] = select_bytes(bytes[0], 0, 0x4341), pair[3] = select_bytes(bytes[1], 0, 0x4341);
+    // The lower five bits of a byte are a code.
+    const uint32_t even = join_halves(x, fifth), odd = join_halves(x >> 4, fifth >> 1);
+    pair[0] = bits<0x001F001F, NEGATIVE>(even), pair[1] = bits<0x001F001F, NEGATIVE>(odd);
+    pair[2] = bits<0x001F001F, NEGATIVE>(even >> 8), pair[3] = bits<0x001F001F, NEGATIVE>(odd >> 8);
   } else {
     const uint32_t bytes = x ^ 0x80808080;
     pair[0] = byte_levels(bytes, 0x4240), pair[1] = byte_levels(bytes, 0x4341);

@@ -28,7 +28,8 @@ class Ring {
     token_ = token, units_ = 0;
     end_ = a.new_begin(segment.work.length, segment.work.queries);
     table_ = a.block_table + segment.sequence * a.table_stride;
-    pages_ = read_pages(0), next_pages_ = read_pages(1);
+    const int page = read_page(0);
+    next_page_ = read_page(1), from_ = place_of(page, 0);
     publish_operands();  // what threads wrote here comes before what copies write
     for (int i = 0; i < min(units, block_.plan.stages); ++i) {
       copy(stage);
@@ -48,43 +49,40 @@ class Ring {
  private:
   __device__ __forceinline__ bool copies() const { return block_.warp == kWarpgroup / 32; }
 
-  // Starts to copy the segment's next unit.
+  // Starts to copy the segment's next unit: the lanes that know where its tiles are copy one each.
   __device__ __forceinline__ void copy(int stage) {
-    const int in_batch = units_ % (32 / kUnitTiles);
-    if (units_ > 0 && in_batch == 0) pages_ = next_pages_, next_pages_ = read_pages(units_ / (32 / kUnitTiles) + 1);
-    const Latents& x = block_.call;
-    int page[kUnitTiles];
-    bool there[kUnitTiles];
-#pragma unroll
-    for (int i = 0; i < kUnitTiles; ++i) {
-      page[i] = __shfl_sync(0xffffffff, pages_, in_batch * kUnitTiles + i);
-      there[i] = x.exists(page[i]);
-    }
-    if (block_.lane == 0) {
-      const int bytes = x.record.tile_bytes();
-      expect(block_.arrived(stage), (there[0] + there[1]) * bytes);
-#pragma unroll
-      for (int i = 0; i < kUnitTiles; ++i) {
-        if (!there[i]) continue;
-        const int token = token_ + units_ * kUnitTokens + i * kTileTokens;
-        copy_bulk(block_.shared + stage * block_.plan.unit_bytes + i * block_.plan.tile_bytes,
-                  x.tile_of(page[i], token), bytes, block_.arrived(stage));
+    const int batch = units_ / kBatchUnits, in_batch = units_ % kBatchUnits;
+    if (units_ > 0 && in_batch == 0) from_ = place_of(next_page_, batch), next_page_ = read_page(batch + 1);
+    if (block_.lane / kUnitTiles == in_batch) {
+      const int bytes = block_.plan.copy_bytes, tile = block_.lane % kUnitTiles;
+      expect(block_.arrived(stage), from_ ? bytes : 0);
+      if (from_) {
+        copy_bulk(block_.shared + stage * block_.plan.unit_bytes + tile * block_.plan.tile_bytes, from_, bytes,
+                  block_.arrived(stage));
       }
     }
     ++units_;
   }
 
-  // The page ids of 32 tiles, one for each lane; -1: the tile has no tokens. They are read long before their use.
-  __device__ __forceinline__ int read_pages(int batch) const {
-    const int token = token_ + (batch * 32 + block_.lane) * kTileTokens;
+  // The first token of the lane's tile in a batch.
+  __device__ __forceinline__ int token_of(int batch) const { return token_ + (batch * 32 + block_.lane) * kTileTokens; }
+  // Its page; -1: it has no tokens. It is read long before it is needed.
+  __device__ __forceinline__ int read_page(int batch) const {
+    const int token = token_of(batch);
     return token < end_ ? block_.call.page_of(table_, token) : -1;
   }
+  // Where it is, or null.
+  __device__ __forceinline__ const uint8_t* place_of(int page, int batch) const {
+    return block_.call.exists(page) ? block_.call.tile_of(page, token_of(batch)) : nullptr;
+  }
 
-  static_assert(kUnitTiles == 2);
+  // A lane knows a tile of each batch.
+  static constexpr int kBatchUnits = 32 / kUnitTiles;
   const BlockView block_;
   const int32_t* table_;
   int token_, end_, units_;  // the segment's first token and the end of its codes; units that were copied
-  int pages_, next_pages_;   // of the lane's tile in this batch of 32 tiles, and in the next
+  const uint8_t* from_;      // where the lane's tile of this batch is
+  int next_page_;            // of its tile in the next batch
 };
 
 }  // namespace turboquant::cuda::mla

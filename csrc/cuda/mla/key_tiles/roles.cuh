@@ -19,7 +19,7 @@ namespace turboquant::cuda::mla {
 template <class S>
 class KeyRoles {
  public:
-  static constexpr bool kCompiled = kWarpgroupProducts, kCopiesImage = true;
+  static constexpr bool kCompiled = kWarpgroupProducts, kCopiesImage = true, kJoinsApart = true;
 
   explicit __device__ __forceinline__ KeyRoles(const BlockView& block) : block_(block) {}
 
@@ -28,7 +28,7 @@ class KeyRoles {
     if (threadIdx.x != 0) return;
     constexpr int kValueWarps = S::kValueThreads / 32;
     for (int i = 0; i < kMaxStages; ++i) {
-      init_barrier(block_.arrived(i), 1), init_barrier(block_.freed(i), kValueWarps);
+      init_barrier(block_.arrived(i), kUnitTiles), init_barrier(block_.freed(i), kValueWarps);
     }
     for (int i = 0; i < kWeightBuffers; ++i) {
       init_barrier(block_.weighed(i), kWarpgroup), init_barrier(block_.summed(i), kValueWarps);
@@ -43,19 +43,21 @@ class KeyRoles {
   __device__ __forceinline__ void attend(const Segment& segment, int token, int units, float* part,
                                          F&& wait_for_image) {
     if (threadIdx.x >= kWarpgroup) {
-      Ring ring(block_);
+      const BlockView own = block_.own();
+      Ring ring(own);
       ring.begin(segment, token, units, turn_.stage);
       take_registers<S::kValueRegisters>();
-      ValueGroup<S> values(block_, ring);
+      ValueGroup<S> values(own, ring);
       values.attend(units, turn_);
       values.leave(part);
     } else {
       leave_registers<S::kScoreRegisters>();
       wait_for_image();
-      ScoreGroup<S> scores(block_);
+      ScoreGroup<S> scores(block_.own());
       scores.attend(token, units, turn_);
       scores.leave(part);
     }
+    turn_.skip(units, block_.plan.stages);
     // Registers move back when every warp of the others has had them. Taken back earlier, they would be missing
     // there, and those warps would wait for ever.
     __syncthreads();

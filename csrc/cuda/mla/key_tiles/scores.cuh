@@ -30,16 +30,16 @@ class ScoreGroup {
         tile_(shared_address(block.shared) + block.warp / 2 * block.plan.tile_bytes) {}
 
   // Units [0, units) of a segment, the first of which has `token` as its first.
-  __device__ __forceinline__ void attend(int token, int units, Turn& turn) {
+  __device__ __forceinline__ void attend(int token, int units, Turn turn) {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) set_totals(j, {});
-    if (threadIdx.x < S::kRows) {
+    if (thread() < S::kRows) {
       // The scores of a row that does not exist may be anything. They must not move the references of others.
-      const int row = threadIdx.x;
+      const int row = thread();
       const bool exists = block_.rows<S>().exists(row);
       reference(row) = exists ? 0 : kNobody, top(row) = exists ? kNothing : kNobody;
     }
-    lacks_top_ = threadIdx.x < S::kRows;
+    lacks_top_ = thread() < S::kRows;
     sync();
     find_seen_by_all();
     const format::LatentRecord& record = block_.call.record;
@@ -66,14 +66,14 @@ class ScoreGroup {
       if (block_.g == 0) sums[block_.warp * S::kRows + row] = total, sums[(4 + block_.warp) * S::kRows + row] = weights;
     }
     sync();
-    if (threadIdx.x < S::kRows) {
+    if (thread() < S::kRows) {
       const auto sum = [&](int kind) {
         float x = 0;
 #pragma unroll
-        for (int w = 0; w < 4; ++w) x += sums[(4 * kind + w) * S::kRows + threadIdx.x];
+        for (int w = 0; w < 4; ++w) x += sums[(4 * kind + w) * S::kRows + thread()];
         return x;
       };
-      const int row = threadIdx.x;
+      const int row = thread();
       float* head = part + row * S::kPart;
       head[0] = top(row) == kNothing ? -INFINITY : reference(row) + block_.rows<S>().shift[row];
       head[1] = sum(0), head[2] = sum(1) * level_offset(block_.plan.kind) * format::kLevelUnit;
@@ -81,6 +81,7 @@ class ScoreGroup {
   }
 
  private:
+  __device__ __forceinline__ int thread() const { return block_.thread(); }
   // The first of the lane's two rows of row tile j.
   __device__ __forceinline__ int row_of(int j) const { return 8 * j + 2 * block_.t; }
   // x of the lane's two rows of row tile j.
@@ -99,14 +100,14 @@ class ScoreGroup {
   // Of the lane's two rows of row tile j: the denominators and the sums of rounded weights, over its own tokens.
   __device__ __forceinline__ float4 totals(int j) const {
     if constexpr (!kRoomForBoth) {
-      return block_.totals()[j * kWarpgroup + threadIdx.x];
+      return block_.totals()[j * kWarpgroup + thread()];
     } else {
       return totals_[j];
     }
   }
   __device__ __forceinline__ void set_totals(int j, const float4& x) {
     if constexpr (!kRoomForBoth) {
-      block_.totals()[j * kWarpgroup + threadIdx.x] = x;
+      block_.totals()[j * kWarpgroup + thread()] = x;
     } else {
       totals_[j] = x;
     }
@@ -116,7 +117,7 @@ class ScoreGroup {
   // USUAL: 64 rotary channels of bfloat16. Their products and those of codes are under way at the same time, which no
   // branch may come between.
   template <bool USUAL>
-  __device__ __forceinline__ void attend_units(int token, int units, Turn& turn) {
+  __device__ __forceinline__ void attend_units(int token, int units, Turn turn) {
     for (int i = 0; i < units; ++i) {
       attend_unit<USUAL>(token + i * kUnitTokens, turn, i % kLowerUnits == 0);
       turn.next(block_.plan.stages);
@@ -173,7 +174,7 @@ class ScoreGroup {
     wait_barrier(block_.summed(buffer), turn.buffer_phase() ^ 1);
     float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
     if (moves) move_references(score, scale.of, factors);
-    if (threadIdx.x == 0) factors[S::kRows] = moves ? 1.0f : 0.0f;
+    if (thread() == 0) factors[S::kRows] = moves ? 1.0f : 0.0f;
     for_each<kTiles / kPieceTiles>([&](auto piece) { store_weights<piece>(score, scale.of, buffer); });
     publish_operands();
     arrive(block_.weighed(buffer));
@@ -362,11 +363,11 @@ class ScoreGroup {
       if (block_.g == 0) most_of[block_.warp * S::kRows + row_of(c / 2) + c % 2] = most;
     }
     sync();
-    if (threadIdx.x < S::kRows) {
-      const int row = threadIdx.x;
+    if (thread() < S::kRows) {
+      const int row = thread();
       float most = -INFINITY;
 #pragma unroll
-      for (int w = 0; w < 4; ++w) most = fmaxf(most, most_of[w * S::kRows + threadIdx.x]);
+      for (int w = 0; w < 4; ++w) most = fmaxf(most, most_of[w * S::kRows + thread()]);
       // As roles::move_reference does, whose form costs this kernel other registers.
       const float old = reference(row);
       most += old;
@@ -377,7 +378,7 @@ class ScoreGroup {
       lacks_top_ = first && most == -INFINITY;  // all scores so far may be -inf
       if (moves) reference(row) = wanted;
       factors[row] = moves && !first ? exp2_fast(old - wanted) : 1;
-      moved[threadIdx.x] = moves ? old - wanted : 0;
+      moved[thread()] = moves ? old - wanted : 0;
     }
     sync();
 #pragma unroll

@@ -27,7 +27,7 @@ class ValueGroup {
         weights_(operand_word(shared_address(block.weights()), kTiles * 128)) {}
 
   // `units` units of a segment
-  __device__ __forceinline__ void attend(int units, Turn& turn) {
+  __device__ __forceinline__ void attend(int units, Turn turn) {
 #pragma unroll
     for (int b = 0; b < S::kSums; ++b) {
 #pragma unroll

@@ -20,7 +20,7 @@ namespace turboquant::cuda::mla {
 template <class S>
 class RowRoles {
  public:
-  static constexpr bool kCompiled = kWarpgroupProducts, kCopiesImage = true;
+  static constexpr bool kCompiled = kWarpgroupProducts, kCopiesImage = true, kJoinsApart = true;
 
   explicit __device__ __forceinline__ RowRoles(const BlockView& block)
       : block_(block), barriers_(*reinterpret_cast<RowBarriers<S>*>(block.shared + block.plan.barriers)),

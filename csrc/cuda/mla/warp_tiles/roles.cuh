@@ -113,7 +113,7 @@ class WarpRoles {
 #else
   static constexpr bool kCompiled = false;
 #endif
-  static constexpr bool kCopiesImage = false;
+  static constexpr bool kCopiesImage = false, kJoinsApart = false;
 
   explicit __device__ __forceinline__ WarpRoles(const BlockView& block) : block_(block) {}
 
