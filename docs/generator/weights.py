@@ -75,7 +75,7 @@ def expert_speed() -> str:
     return f"{markdown(header, lines)}\n\n{source('h200_experts', rows, '../../')}"
 
 
-MODES = {"graph": "CUDA graph", "eager": "eager"}
+MODES = {"eager": "eager", "graph": "CUDA graph", "compile": "compiled"}
 
 
 def packed_model_speed() -> str:
@@ -86,8 +86,11 @@ def packed_model_speed() -> str:
         for r in rows
     }
     lines = []
-    for part, mode, batch, context in dict.fromkeys(key[:4] for key in found):
-        kinds = ("unmasked" if mode == "graph" else "dynamic", "k5v4u")
+    points = dict.fromkeys(key[:4] for key in found)
+    steps = [point for point in points if point[0] == "decode"]
+    steps.sort(key=lambda point: (point[3], point[2], list(MODES).index(point[1])))
+    for part, mode, batch, context in [*steps, *(p for p in points if p[0] == "prompt")]:
+        kinds = ("dynamic" if mode == "eager" else "unmasked", "k5v4u")
         some = [
             found.get((part, mode, batch, context, kind, weights))
             for weights in (0, 4)
