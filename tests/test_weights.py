@@ -10,6 +10,7 @@ from torch import nn
 
 import torch_turboquant as tt
 from tests.helpers import assert_same_bytes, randn
+from torch_turboquant import weights
 from torch_turboquant.ops.linear_reference import linear_packed_reference
 
 FORMAT = tt.WeightFormat(4)
@@ -195,7 +196,7 @@ def test_state_and_copies(device):
     assert_same_bytes(empty(x), want)
     moved = tt.PackedLinear(192, 70, FORMAT, bias=True, channel_inverse=True, device="meta")
     moved.to_empty(device=device)
-    assert moved._constants[0].device.type == device.type  # a CUDA graph must not place them
+    assert moved._constants_are_here()  # a CUDA graph must not place them
     moved.load_state_dict(state)
     assert_same_bytes(moved(x), want)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -204,6 +205,26 @@ def test_state_and_copies(device):
     torch.save(layer, file)
     file.seek(0)
     assert_same_bytes(torch.load(file, weights_only=False)(x), want)
+
+
+def test_layers_share_constants(device, monkeypatch):
+    """A layer finds or makes them, also in a process that has none yet, and in a trace."""
+    a, b = packed().to(device), packed(n=33).to(device)
+    assert a._kind == b._kind
+    x = randn(3, 192, seed=4).to(device)
+    want = a(x)
+    file = pickle.dumps(a)
+    shared: dict = {}
+    monkeypatch.setattr(weights, "_CONSTANTS", shared)
+    torch._dynamo.reset()
+    assert_same_bytes(torch.compile(a, fullgraph=True, backend="eager")(x), want)
+    assert list(shared) == [a._kind]
+    shared.clear()
+    assert_same_bytes(a(x), want)
+    assert list(shared) == [a._kind]
+    shared.clear()
+    assert_same_bytes(pickle.loads(file)(x), want)
+    assert list(shared) == [a._kind]
 
 
 def test_slices_of_a_layer(device):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -253,6 +253,34 @@ def checked_channel_scale(scale: Tensor, k: int) -> Tensor:
     return scale
 
 
+class _Constants(NamedTuple):
+    """What the ops of a packed weight take beside it, the same for all weights of a kind."""
+
+    signs: Tensor
+    levels: Tensor | None
+    bits: int
+    sub: int
+
+
+# By kind: format, group and device. Layers share them, because before every step of a compiled
+# model torch looks at all tensors that its layers hold, a microsecond at each.
+_CONSTANTS: dict[str | None, _Constants] = {}
+
+
+@torch.compiler.assume_constant_result
+def _share_constants(bits: int, grid: str, sub: int, group: int, device: str) -> str:
+    """Makes the constants of a kind of weights, if nobody has yet; returns the kind.
+
+    In a trace it is called while tracing, and not in the graph.
+    """
+    kind = f"{bits} {grid} {sub} {group} {device}"
+    if kind not in _CONSTANTS:
+        form = WeightFormat(bits, grid, sub, group)
+        signs, levels = form.signs(group, device), form.levels(group, device)
+        _CONSTANTS[kind] = _Constants(signs, levels, bits, sub)
+    return kind
+
+
 class PackedLinear(nn.Module):
     """A linear layer whose weight is packed: y = x W^T + bias, without gradients.
 
@@ -306,8 +334,13 @@ class PackedLinear(nn.Module):
         self.register_parameter("bias", None)
         if bias:
             self.bias = _frozen(torch.empty(out_features, dtype=dtype, device=device))
-        self._constants: _Constants | None = None
+        self._form = self.format.bits, self.format.grid, self.format.sub or 0, group
+        self._kind: str | None = None
         self.place_constants()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.place_constants()  # another process has its own
 
     @classmethod
     def from_linear(
@@ -345,16 +378,14 @@ class PackedLinear(nn.Module):
         The constructor does so, and so do `to`, `cuda` and the like. Call it after the weight has
         been replaced by one on another device; else the first `forward` does.
         """
-        group, device = self.format.group_of(self.in_features), self.weight.device
-        if device.type == "meta":
-            self._constants = None
-            return
-        signs, levels = self.format.signs(group, device), self.format.levels(group, device)
-        form = self.format
-        self._constants = signs, levels, self.rows_here, form.bits, form.sub or 0
+        device = self.weight.device
+        self._kind = None
+        if device.type != "meta":
+            self._kind = _share_constants(*self._form, str(device))
 
     def _constants_are_here(self) -> bool:
-        return self._constants is not None and self._constants[0].device == self.weight.device
+        here = _CONSTANTS.get(self._kind)
+        return here is not None and here.signs.device == self.weight.device
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
         # a parameter that is converted gets other data, so what it has now is kept
@@ -378,17 +409,26 @@ class PackedLinear(nn.Module):
         # A step calls this for every layer, and without a graph the host is what it waits for. So
         # nothing is asked first that the op asks again, and parameters are taken from their
         # dictionary, which self.weight would find after searching in others.
-        if torch.compiler.is_compiling() and not self._constants_are_here():
-            self.place_constants()  # a trace stops at the error below
         own = self._parameters
         try:
+            kind = self._kind
+            if torch.compiler.is_compiling():  # a trace would stop at the error below
+                kind = _share_constants(*self._form, str(self.weight.device))
             if x.stride(-1) != 1:
                 x = x.contiguous()
-            signs, levels, n, bits, sub = self._constants  # type: ignore[misc]
+            signs, levels, bits, sub = _CONSTANTS[kind]
             return _linear_packed(
-                x, own["weight"], signs, levels, n, bits, sub, own["channel_inverse"], own["bias"]
+                x,
+                own["weight"],
+                signs,
+                levels,
+                self.rows_here,
+                bits,
+                sub,
+                own["channel_inverse"],
+                own["bias"],
             )
-        except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+        except (RuntimeError, TypeError, AttributeError, IndexError, KeyError) as error:
             return self._mended(x, error)
 
     def _mended(self, x: Tensor, error: Exception) -> Tensor:
@@ -458,10 +498,6 @@ class PackedLinear(nn.Module):
             f"bias={self.bias is not None}, bits={f.bits}, grid={f.grid!r}, sub={f.sub}, "
             f"group={f.group}, channel_inverse={self.channel_inverse is not None}"
         )
-
-
-# signs, levels, rows, bits and sub: what the op wants to know between the weight and the rest.
-_Constants = tuple[Tensor, Tensor | None, int, int, int]
 
 
 def _frozen(t: Tensor) -> nn.Parameter:
