@@ -134,8 +134,8 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Segm
   }
 }
 
-// The same as a function that takes few registers, for kernels with roles. Inlined, or with more parts at once, it takes
-// twenty registers from their loops over units, which then read variables from local memory.
+// The same as a function that takes few registers, for kernels with roles. Inlined, or with more parts at once, it
+// takes twenty registers from their loops over units, which then read variables from local memory.
 template <class S>
 __device__ __noinline__ void write_results_apart(const Latents& x, const Plan& plan, const Segment& segment,
                                                  SharedBy shared) {
