@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import torch_turboquant as tt
 from tests.helpers import assert_same_bytes, randn
@@ -225,6 +226,20 @@ def test_layers_share_constants(device, monkeypatch):
     shared.clear()
     assert_same_bytes(pickle.loads(file)(x), want)
     assert list(shared) == [a._kind]
+
+
+def test_shared_constants_are_real(monkeypatch):
+    """They serve everybody, whoever was the first to ask for them."""
+    shared: dict = {}
+    monkeypatch.setattr(weights, "_CONSTANTS", shared)
+    with FakeTensorMode():
+        fake = tt.PackedLinear(192, 70, FORMAT)
+        assert fake(torch.empty(3, 192)).shape == (3, 70)
+    with torch.inference_mode():
+        layer = packed()
+    assert fake._kind != layer._kind
+    assert type(shared[layer._kind].signs) is torch.Tensor
+    assert not shared[layer._kind].signs.is_inference()
 
 
 def test_slices_of_a_layer(device):

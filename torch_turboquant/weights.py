@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from torch_turboquant import _checks
 from torch_turboquant._autograd import named_error
@@ -268,15 +269,19 @@ _CONSTANTS: dict[str | None, _Constants] = {}
 
 
 @torch.compiler.assume_constant_result
-def _share_constants(bits: int, grid: str, sub: int, group: int, device: str) -> str:
+def _share_constants(
+    bits: int, grid: str, sub: int, group: int, device: str, owner: str = ""
+) -> str:
     """Makes the constants of a kind of weights, if nobody has yet; returns the kind.
 
-    In a trace it is called while tracing, and not in the graph.
+    In a trace it is called while tracing, and not in the graph. owner: a name if they are not for
+    everybody.
     """
-    kind = f"{bits} {grid} {sub} {group} {device}"
+    kind = f"{bits} {grid} {sub} {group} {device} {owner}"
     if kind not in _CONSTANTS:
         form = WeightFormat(bits, grid, sub, group)
-        signs, levels = form.signs(group, device), form.levels(group, device)
+        with torch.inference_mode(False):  # others may use them outside of it
+            signs, levels = form.signs(group, device), form.levels(group, device)
         _CONSTANTS[kind] = _Constants(signs, levels, bits, sub)
     return kind
 
@@ -378,10 +383,14 @@ class PackedLinear(nn.Module):
         The constructor does so, and so do `to`, `cuda` and the like. Call it after the weight has
         been replaced by one on another device; else the first `forward` does.
         """
-        device = self.weight.device
+        weight: Tensor = self.weight
         self._kind = None
-        if device.type != "meta":
-            self._kind = _share_constants(*self._form, str(device))
+        if weight.device.type == "meta":
+            return
+        owner = ""
+        if isinstance(weight, FakeTensor):  # and so will be what is made here
+            owner = f"of mode {id(weight.fake_mode)}"
+        self._kind = _share_constants(*self._form, str(weight.device), owner)
 
     def _constants_are_here(self) -> bool:
         here = _CONSTANTS.get(self._kind)
