@@ -210,28 +210,30 @@ def test_state_and_copies(device):
 
 def test_layers_share_constants(device, monkeypatch):
     """A layer finds or makes them, also in a process that has none yet, and in a trace."""
-    a, b = packed().to(device), packed(n=33).to(device)
-    assert a._kind == b._kind
-    x = randn(3, 192, seed=4).to(device)
-    want = a(x)
+    a, b, other = (packed(n=n, k=k).to(device) for n, k in ((70, 192), (33, 192), (33, 256)))
+    assert a._kind == b._kind != other._kind
+    x, z = (randn(3, k, seed=4).to(device) for k in (192, 256))
+    want = a(x), b(x), other(z)
     file = pickle.dumps(a)
-    shared: dict = {}
-    monkeypatch.setattr(weights, "_CONSTANTS", shared)
+    monkeypatch.setattr(weights, "CONSTANTS", weights.SharedConstants())
+    shared = vars(weights.CONSTANTS)
     torch._dynamo.reset()
-    assert_same_bytes(torch.compile(a, fullgraph=True, backend="eager")(x), want)
+    compiled = torch.compile(lambda: (a(x), b(x), other(z)), fullgraph=True, backend="eager")
+    for found, y in zip(compiled(), want, strict=True):
+        assert_same_bytes(found, y)
+    assert set(shared) == {a._kind, other._kind}
+    shared.clear()
+    assert_same_bytes(a(x), want[0])
     assert list(shared) == [a._kind]
     shared.clear()
-    assert_same_bytes(a(x), want)
-    assert list(shared) == [a._kind]
-    shared.clear()
-    assert_same_bytes(pickle.loads(file)(x), want)
+    assert_same_bytes(pickle.loads(file)(x), want[0])
     assert list(shared) == [a._kind]
 
 
 def test_shared_constants_are_real(monkeypatch):
     """They serve everybody, whoever was the first to ask for them."""
-    shared: dict = {}
-    monkeypatch.setattr(weights, "_CONSTANTS", shared)
+    monkeypatch.setattr(weights, "CONSTANTS", weights.SharedConstants())
+    shared = vars(weights.CONSTANTS)
     with FakeTensorMode():
         fake = tt.PackedLinear(192, 70, FORMAT)
         assert fake(torch.empty(3, 192)).shape == (3, 70)

@@ -112,6 +112,10 @@ class WeightFormat:
         """The levels, and the step of one unit of them at a multiplier of 1."""
         return Codebook.make(group, self.bits, self.grid)
 
+    def kind(self, k: int) -> tuple[int, str, int, int]:
+        """All that constants of weights with k channels depend on: bits, grid, sub and group."""
+        return self.bits, self.grid or "", self.sub or 0, self.group_of(k)
+
     def signs(self, group: int, device: torch.device | str = "cpu") -> Tensor:
         """The signs of the rotation, the same for all groups and layers: float32 [group]."""
         return random_signs(group, 0, 0, SignKind.WEIGHTS).to(device)
@@ -254,7 +258,7 @@ def checked_channel_scale(scale: Tensor, k: int) -> Tensor:
     return scale
 
 
-class _Constants(NamedTuple):
+class Constants(NamedTuple):
     """What the ops of a packed weight take beside it, the same for all weights of a kind."""
 
     signs: Tensor
@@ -263,26 +267,37 @@ class _Constants(NamedTuple):
     sub: int
 
 
-# By kind: format, group and device. Layers share them, because before every step of a compiled
-# model torch looks at all tensors that its layers hold, a microsecond at each.
-_CONSTANTS: dict[str | None, _Constants] = {}
+class SharedConstants:
+    """Constants by kind: format, group and device.
+
+    Layers share them, because before every step of a compiled model torch looks at all tensors
+    that its layers hold, a microsecond at each. Kinds are attributes, because a trace sees those
+    that are made while it runs; it would read a dictionary once.
+    """
+
+    def find(self, kind: str | None) -> Constants | None:
+        """Those of a kind, if somebody has made them."""
+        return self.__dict__.get(kind or "")
+
+
+CONSTANTS = SharedConstants()
 
 
 @torch.compiler.assume_constant_result
-def _share_constants(
-    bits: int, grid: str, sub: int, group: int, device: str, owner: str = ""
-) -> str:
+def share_constants(bits: int, grid: str, sub: int, group: int, device: str) -> str:
     """Makes the constants of a kind of weights, if nobody has yet; returns the kind.
 
-    In a trace it is called while tracing, and not in the graph. owner: a name if they are not for
-    everybody.
+    In a trace it is called while tracing, and not in the graph.
     """
-    kind = f"{bits} {grid} {sub} {group} {device} {owner}"
-    if kind not in _CONSTANTS:
+    kind = f"{bits} {grid} {sub} {group} {device}"
+    made = torch.empty(0)
+    if isinstance(made, FakeTensor):  # nobody else can use what is made here
+        kind += f" of mode {id(made.fake_mode)}"
+    if not hasattr(CONSTANTS, kind):
         form = WeightFormat(bits, grid, sub, group)
         with torch.inference_mode(False):  # others may use them outside of it
             signs, levels = form.signs(group, device), form.levels(group, device)
-        _CONSTANTS[kind] = _Constants(signs, levels, bits, sub)
+        setattr(CONSTANTS, kind, Constants(signs, levels, bits, sub))
     return kind
 
 
@@ -339,7 +354,7 @@ class PackedLinear(nn.Module):
         self.register_parameter("bias", None)
         if bias:
             self.bias = _frozen(torch.empty(out_features, dtype=dtype, device=device))
-        self._form = self.format.bits, self.format.grid, self.format.sub or 0, group
+        self._form = self.format.kind(in_features)
         self._kind: str | None = None
         self.place_constants()
 
@@ -383,17 +398,13 @@ class PackedLinear(nn.Module):
         The constructor does so, and so do `to`, `cuda` and the like. Call it after the weight has
         been replaced by one on another device; else the first `forward` does.
         """
-        weight: Tensor = self.weight
+        device = self.weight.device
         self._kind = None
-        if weight.device.type == "meta":
-            return
-        owner = ""
-        if isinstance(weight, FakeTensor):  # and so will be what is made here
-            owner = f"of mode {id(weight.fake_mode)}"
-        self._kind = _share_constants(*self._form, str(weight.device), owner)
+        if device.type != "meta":
+            self._kind = share_constants(*self._form, str(device))
 
     def _constants_are_here(self) -> bool:
-        here = _CONSTANTS.get(self._kind)
+        here = CONSTANTS.find(self._kind)
         return here is not None and here.signs.device == self.weight.device
 
     def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
@@ -422,10 +433,10 @@ class PackedLinear(nn.Module):
         try:
             kind = self._kind
             if torch.compiler.is_compiling():  # a trace would stop at the error below
-                kind = _share_constants(*self._form, str(self.weight.device))
+                kind = share_constants(*self._form, str(self.weight.device))
             if x.stride(-1) != 1:
                 x = x.contiguous()
-            signs, levels, bits, sub = _CONSTANTS[kind]
+            signs, levels, bits, sub = getattr(CONSTANTS, kind)  # type: ignore[arg-type]
             return _linear_packed(
                 x,
                 own["weight"],
@@ -437,7 +448,7 @@ class PackedLinear(nn.Module):
                 own["channel_inverse"],
                 own["bias"],
             )
-        except (RuntimeError, TypeError, AttributeError, IndexError, KeyError) as error:
+        except (RuntimeError, TypeError, AttributeError, IndexError) as error:
             return self._mended(x, error)
 
     def _mended(self, x: Tensor, error: Exception) -> Tensor:

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from torch_turboquant import _checks
 from torch_turboquant.format import WEIGHT_ROWS
 from torch_turboquant.ops.linear import weight_decode
-from torch_turboquant.weights import WeightFormat, encode_weight
+from torch_turboquant.weights import (
+    CONSTANTS,
+    Constants,
+    WeightFormat,
+    encode_weight,
+    share_constants,
+)
 
 _linear_experts = torch.ops.turboquant.linear_experts.default
 
@@ -73,34 +79,33 @@ class PackedWeights:
         self.experts, self.n, self.k = experts, n, k
         self.form = WeightFormat(form.bits, form.grid, form.sub, form.group_of(k))
         self.shape = torch.Size((experts, *self.form.block(k).packed_shape(n, k)))
-        self._constants: tuple[Tensor, Tensor | None] | None = None
+        self._form = self.form.kind(k)
+        self._kind: str | None = None
 
-    def constants(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Signs and levels on a device."""
-        if self._constants is None or self._constants[0].device != device:
-            group = self.form.group_of(self.k)
-            self._constants = self.form.signs(group, device), self.form.levels(group, device)
-        return self._constants
+    def constants(self, device: torch.device) -> Constants:
+        """What the ops take beside a weight on this device."""
+        if torch.compiler.is_compiling():
+            return getattr(CONSTANTS, share_constants(*self._form, str(device)))
+        here = CONSTANTS.find(self._kind)
+        if here is None or here.signs.device != device:
+            self._kind = share_constants(*self._form, str(device))
+            here = getattr(CONSTANTS, self._kind)
+        return here
 
     def multiply(self, x: Tensor, packed: Tensor, experts: Tensor, bias: Tensor | None) -> Tensor:
         """[tokens, k] and int64 [tokens, choices] -> [tokens, choices, n]."""
         _checks.check_dtype("x", x, _checks.FLOATS)
         if x.stride(-1) != 1:
             x = x.contiguous()
-        signs, levels = self.constants(x.device)
-        form = self.form
-        return _linear_experts(
-            x, packed, experts, signs, levels, self.n, form.bits, form.sub or 0, bias
-        )
+        signs, levels, bits, sub = self.constants(x.device)
+        return _linear_experts(x, packed, experts, signs, levels, self.n, bits, sub, bias)
 
     def decode(self, packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights of some experts: [experts, n, k]."""
         experts, tiles = packed.shape[:2]
-        form, rows = self.form, tiles * WEIGHT_ROWS
-        constants = self.constants(packed.device)
-        w = weight_decode(
-            packed.flatten(0, 1), *constants, experts * rows, form.bits, form.sub or 0, dtype
-        )
+        rows = tiles * WEIGHT_ROWS
+        signs, levels, bits, sub = self.constants(packed.device)
+        w = weight_decode(packed.flatten(0, 1), signs, levels, experts * rows, bits, sub, dtype)
         return w.view(experts, rows, self.k)[:, : self.n]
 
 
