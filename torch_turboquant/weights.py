@@ -354,7 +354,6 @@ class PackedLinear(nn.Module):
         self.register_parameter("bias", None)
         if bias:
             self.bias = _frozen(torch.empty(out_features, dtype=dtype, device=device))
-        self._form = self.format.kind(in_features)
         self._kind: str | None = None
         self.place_constants()
 
@@ -399,7 +398,7 @@ class PackedLinear(nn.Module):
         been replaced by one on another device; else the first `forward` does.
         """
         device = self.weight.device
-        self._kind = None
+        self._form, self._kind = self.format.kind(self.in_features), None
         if device.type != "meta":
             self._kind = share_constants(*self._form, str(device))
 
