@@ -226,8 +226,48 @@ def test_layers_share_constants(device, monkeypatch):
     assert_same_bytes(a(x), want[0])
     assert list(shared) == [a._kind]
     shared.clear()
-    assert_same_bytes(pickle.loads(file)(x), want[0])
-    assert list(shared) == [a._kind]
+    loaded = pickle.loads(file)
+    assert loaded._constants_are_here()
+    assert_same_bytes(loaded(x), want[0])
+
+
+def test_every_kind_has_its_own_constants(monkeypatch):
+    """Formats that differ in one thing only, after each other and alone."""
+    monkeypatch.setattr(weights, "CONSTANTS", weights.SharedConstants())
+    kinds = ((4, "lloyd", 32), (4, "lloyd", 0), (4, "uniform", 32), (4, "uniform", 0), (8, None, 0))
+    layers = [tt.PackedLinear.from_linear(linear(), tt.WeightFormat(*kind)) for kind in kinds]
+    layers.append(tt.PackedLinear.from_linear(linear(k=256), tt.WeightFormat(4)))
+    xs = [randn(3, layer.in_features, seed=4) for layer in layers]
+    found = [layer(x) for layer, x in zip(layers, xs, strict=True)]
+    for layer, x, y in zip(layers, xs, found, strict=True):
+        vars(weights.CONSTANTS).clear()
+        assert_same_bytes(layer(x), y)
+
+
+def test_compiled_without_constants():
+    """Layers that have not placed any: loaded into an empty one, and moved by hand."""
+    layer = packed()
+    x = randn(3, 192, seed=4)
+    want = layer(x)
+    loaded = tt.PackedLinear(192, 70, FORMAT, bias=True, channel_inverse=True, device="meta")
+    loaded.load_state_dict(layer.state_dict(), assign=True)
+    assert not loaded._constants_are_here()
+    torch._dynamo.reset()
+    assert_same_bytes(torch.compile(loaded, fullgraph=True, backend="eager")(x), want)
+    meta = copy.deepcopy(layer)
+    for name, parameter in layer.named_parameters():
+        setattr(meta, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
+    compiled = torch.compile(meta, fullgraph=True, backend="eager")
+    assert compiled(x.to("meta")).device.type == "meta"
+
+
+def test_export_leaves_no_constants(monkeypatch):
+    monkeypatch.setattr(weights, "CONSTANTS", weights.SharedConstants())
+    layer, x = packed(), randn(3, 192, seed=4)
+    for strict in (False, True):
+        exported = torch.export.export(layer, (x,), strict=strict)
+        assert_same_bytes(exported.module()(x), layer(x))
+    assert list(vars(weights.CONSTANTS)) == [layer._kind]
 
 
 def test_shared_constants_are_real(monkeypatch):

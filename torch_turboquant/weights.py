@@ -283,7 +283,6 @@ class SharedConstants:
 CONSTANTS = SharedConstants()
 
 
-@torch.compiler.assume_constant_result
 def share_constants(bits: int, grid: str, sub: int, group: int, device: str) -> str:
     """Makes the constants of a kind of weights, if nobody has yet; returns the kind.
 
@@ -297,8 +296,12 @@ def share_constants(bits: int, grid: str, sub: int, group: int, device: str) -> 
         form = WeightFormat(bits, grid, sub, group)
         with torch.inference_mode(False):  # others may use them outside of it
             signs, levels = form.signs(group, device), form.levels(group, device)
-        setattr(CONSTANTS, kind, Constants(signs, levels, bits, sub))
+        vars(CONSTANTS).setdefault(kind, Constants(signs, levels, bits, sub))
     return kind
+
+
+# What torch.compiler.assume_constant_result does, which imports the compiler for half a second.
+share_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class PackedLinear(nn.Module):
@@ -359,7 +362,8 @@ class PackedLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.place_constants()  # another process has its own
+        if self._parameters.get("weight") is not None:
+            self.place_constants()  # another process has its own
 
     @classmethod
     def from_linear(
@@ -431,7 +435,7 @@ class PackedLinear(nn.Module):
         own = self._parameters
         try:
             kind = self._kind
-            if torch.compiler.is_compiling():  # a trace would stop at the error below
+            if torch.compiler.is_dynamo_compiling():  # it would stop at the error below
                 kind = share_constants(*self._form, str(self.weight.device))
             if x.stride(-1) != 1:
                 x = x.contiguous()

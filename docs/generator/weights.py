@@ -106,7 +106,7 @@ def packed_model_speed() -> str:
                 f"{ms:.2f} ms, {row['peak_bytes'] / 2**30:.1f} GiB" if row else ""
                 for row, ms in zip(some, times, strict=True)
             ]
-            + [f"{times[0] / ms:.2f}x" if ms else "" for ms in times[2:]]
+            + [f"{times[0] / ms:.2f}x" if ms and times[0] else "" for ms in times[2:]]
         )
     header = ["", "bfloat16", "its cache `k5v4u`", "weights of 4 bits", "both"]
     header += ["weights: faster", "both: faster"]

@@ -84,7 +84,7 @@ class PackedWeights:
 
     def constants(self, device: torch.device) -> Constants:
         """What the ops take beside a weight on this device."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return getattr(CONSTANTS, share_constants(*self._form, str(device)))
         here = CONSTANTS.find(self._kind)
         if here is None or here.signs.device != device:
