@@ -435,7 +435,7 @@ class PackedLinear(nn.Module):
         own = self._parameters
         try:
             kind = self._kind
-            if torch.compiler.is_dynamo_compiling():  # it would stop at the error below
+            if torch.compiler.is_dynamo_compiling():  # a trace cannot take the way through _mended
                 kind = share_constants(*self._form, str(self.weight.device))
             if x.stride(-1) != 1:
                 x = x.contiguous()
