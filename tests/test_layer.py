@@ -179,10 +179,12 @@ def test_a_good_call_is_checked_once(monkeypatch):
     monkeypatch.setattr(_checks, "check_vectors", lambda *a: looked.append(a[0]) or check(*a))
     layer.store(world.k, world.v, world.batch)
     layer.attend(world.q, world.batch)
+    layer.store_and_attend(world.q, world.k, world.v, world.batch)
     assert not looked
     for name, call in (
         ("k", lambda: layer.store(world.k.double(), world.v.double(), world.batch)),
         ("q", lambda: layer.attend(world.q.double(), world.batch)),
+        ("q", lambda: layer.store_and_attend(world.q.double(), world.k, world.v, world.batch)),
     ):
         with pytest.raises(TypeError, match=f"^{name} has dtype float64") as caught:
             call()
@@ -210,6 +212,31 @@ def test_own_tokens_before_or_after_storing(lengths, new, tail, device):
     for found in (given, layer.attend(world.q, world.batch, **own), world.attend(**own)):
         for one, other in zip(found, before, strict=True):
             assert_same_bytes(one, other)
+
+
+@pytest.mark.parametrize("lengths, new", SHAPES)
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_in_one_call(lengths, new, tail, dtype, device):
+    """The bytes of `store`, and the results of `attend` with the same tokens."""
+    spare = 2 if new else 0
+    for options in OPTIONS:
+        options = tt.AttentionOptions(**{name: to_device(x, device) for name, x in options.items()})
+        one, both, given = (World(lengths, new, tail, dtype, spare, device) for _ in range(3))
+        layer = one.layer()
+        layer.store(one.k, one.v, one.batch)
+        wanted = layer.attend(one.q, one.batch, options, k_new=one.k, v_new=one.v)
+        found = both.layer().store_and_attend(both.q, both.k, both.v, both.batch, options)
+        out, lse = torch.full_like(wanted[0], torch.nan), torch.full_like(wanted[1], torch.nan)
+        tokens = given.q, given.k, given.v, given.batch
+        filled = given.layer().store_and_attend(*tokens, options, out=out, lse=lse)
+        assert filled[0] is out and filled[1] is lse
+        for world, parts in ((both, found), (given, filled)):
+            assert_same_bytes(world.cache, one.cache)
+            if tail:
+                assert_same_bytes(world.ring, one.ring)
+            for part, other in zip(parts, wanted, strict=True):
+                assert_same_bytes(part, other)
 
 
 def test_padding_gives_zeros(device):
@@ -551,6 +578,43 @@ def test_tokens_that_are_refused(change, error, text):
     assert_same_bytes(world.cache, before[0])
     assert_same_bytes(world.ring, before[1])
     layer.store(**call)
+
+
+# Of both in one call, which gives k and v other names; the last two sentences are the op's.
+STEP_BAD = [
+    (lambda w: {"q": w.q.double()}, TypeError, "q has dtype float64"),
+    (lambda w: {"q": w.q[..., :32]}, ValueError, "q has head_dim 32"),
+    (lambda w: {"q": w.q[:, :3]}, ValueError, "q has 3 heads"),
+    (lambda w: {"k_new": w.k.half(), "v_new": w.v.half()}, TypeError, "k_new has dtype float16"),
+    (lambda w: {"v_new": w.v[:1]}, ValueError, "v_new has shape"),
+    (lambda w: {"k_new": w.k[:, :1]}, ValueError, "k_new has shape"),
+    (lambda w: {"v_new": w.v.repeat(1, 1, 2)[..., ::2]}, ValueError, "v_new must have stride 1"),
+    (lambda w: {"v_new": w.v.to("meta")}, ValueError, "must be on one device"),
+    (lambda w: {"v_new": None}, ValueError, "k_new and v_new"),
+    (lambda w: {"batch": changed(w.batch, slot_mapping=None)}, TypeError, "slot_mapping must be"),
+    (lambda w: {"batch": changed(w.batch, tail_slots=None)}, ValueError, "has no tail_slots"),
+    (lambda w: {"batch": changed(w.batch, block_table=None)}, TypeError, "block_table must be"),
+    (lambda w: {"lse": torch.empty(2, Q_HEADS)}, ValueError, "lse"),
+    (lambda w: {"out": torch.empty(2, Q_HEADS, 9)}, ValueError, "out has shape"),
+    (
+        lambda w: {"batch": changed(w.batch, slot_mapping=torch.tensor([0, 10**6]))},
+        RuntimeError,
+        "slot_mapping holds 1000000",
+    ),
+    (lambda w: {"k_new": None, "v_new": None}, RuntimeError, "needs k_new and v_new"),
+]
+
+
+@pytest.mark.parametrize("change, error, text", STEP_BAD)
+def test_steps_that_are_refused(change, error, text):
+    world = World([20, 5])
+    call = {"q": world.q, "k_new": world.k, "v_new": world.v, "batch": world.batch}
+    layer, before = world.layer(), (world.cache.clone(), world.ring.clone())
+    with pytest.raises(error, match=text):
+        layer.store_and_attend(**{**call, **change(world)})
+    assert_same_bytes(world.cache, before[0])
+    assert_same_bytes(world.ring, before[1])
+    layer.store_and_attend(**call)
 
 
 ATTEND_BAD = [

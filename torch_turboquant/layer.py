@@ -4,8 +4,9 @@
     batch = AttentionBatch(slot_mapping=..., block_table=..., seq_lens=..., tail_slots=...)
     layer.store(k, v, batch)                     # [tokens, kv_heads, head_dim]
     out, lse = layer.attend(q, batch)            # [tokens, q_heads, head_dim]
+    out, lse = layer.store_and_attend(q, k, v, batch)       # or both in one call
 
-The functions cache_store, paged_attention and cache_load do the same from separate tensors and
+The functions cache_store, paged_attention, store_and_attend and cache_load do the same from separate tensors and
 check all of them in every call. A serving loop calls them for each layer and each step with pages,
 tables and tail that never change. A PagedLayer holds those, an AttentionBatch holds what changes
 with a step, and an AttentionOptions holds what a model says about its attention.
@@ -27,7 +28,7 @@ from torch_turboquant import _checks
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.ops import _cache_checks as checks
-from torch_turboquant.ops.attention import call_attention
+from torch_turboquant.ops.attention import call_attention, call_step
 from torch_turboquant.ops.cache import call_load, call_store
 from torch_turboquant.tables import CacheTables
 
@@ -175,6 +176,45 @@ class PagedLayer:
         except (RuntimeError, TypeError) as error:
             refused = error
         self._check_attending(q, batch, options, new, out, lse)
+        raise refused
+
+    def store_and_attend(
+        self,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        batch: AttentionBatch,
+        options: AttentionOptions | None = None,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`store` of new tokens and `attend` with them, in one call (store_and_attend).
+
+        Args:
+            q, options, out, lse: as of `attend`.
+            k_new, v_new: the batch's tokens as of `store`, in q's dtype, which queries read exactly
+                as they are.
+            batch: what both need.
+
+        Returns:
+            out, lse: as of `attend`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `store` and `attend`, before anything is
+                written.
+        """
+        options = _PLAIN if options is None else options
+        new = (k_new, v_new)
+        if lse is not None and out is None:
+            self._check_attending(q, batch, options, new, out, lse)
+        constants = self.pages, self.config, self.tables, self.ring
+        try:
+            return call_step(q, *constants, batch, batch.slot_mapping, options, new, out, lse)
+        except (RuntimeError, TypeError) as error:
+            refused = error
+        self._check_attending(q, batch, options, new, out, lse)
+        checks.check_slot_mapping(batch, self.device, q.shape[0])
         raise refused
 
     def _check_attending(

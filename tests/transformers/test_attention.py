@@ -19,6 +19,7 @@ from tests.transformers.harness import (
     padded,
     recorded,
 )
+from torch_turboquant import PagedLayer
 from torch_turboquant.integrations.transformers import TurboQuantCache
 
 # ------------------------------------------------------------------------------- correctness
@@ -51,6 +52,33 @@ def test_tail_and_grid_options(overrides):
     with recorded(model, config, center=None, max_q_len=4) as (cache, recorder):
         feed(model, cache, ids, 50, 1, 1, 10, 1)
         check_against_oracle(recorder, config, 50)
+
+
+def test_few_tokens_are_stored_by_their_attention(monkeypatch):
+    """One call of both, if the window of the tail has all tokens of the call."""
+    model, ids = make_model(), make_ids(90)
+    config = make_config(model, recent_window=5)
+    calls = []
+    for name in ("store", "attend", "store_and_attend"):
+
+        def call(*args, _name=name, _call=getattr(PagedLayer, name), **kwargs):
+            calls.append(_name)
+            return _call(*args, **kwargs)
+
+        monkeypatch.setattr(PagedLayer, name, call)
+    with recorded(model, config, max_q_len=6) as (cache, recorder):
+        for new, expected in (
+            (50, []),
+            (1, ["store_and_attend"]),
+            (5, ["store_and_attend"]),
+            (6, ["store", "attend"]),
+            (8, ["store", "attend", "store_and_attend"]),  # two pieces
+        ):
+            calls.clear()
+            feed(model, cache, ids[:, :new], new)
+            assert calls == expected * len(cache.packed)
+            ids = ids[:, new:]
+        check_against_oracle(recorder, config, 50, center="auto")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,9 @@ from torch_turboquant.integrations.transformers import (
 from torch_turboquant.integrations.transformers.centers import fingerprint
 from torch_turboquant.integrations.transformers.constants import ConstantsByDevice
 from torch_turboquant.integrations.transformers.models import recording, rotary_partners
+from torch_turboquant.integrations.transformers.tensors import put_together
+
+CPU = torch.device("cpu")
 
 # ------------------------------------------------------------------------------------- center
 
@@ -119,6 +123,25 @@ def test_constants_reach_another_device():
     other = ConstantsByDevice(configs, {}, torch.arange(32)).on(torch.device("cpu")).tables
     assert other[0].key_signs is constants.on(torch.device("cpu")).tables[0].key_signs
     assert other[0].center is None
+
+
+def test_constants_with_the_same_numbers_are_one_tensor():
+    """Before every step of a compiled model torch looks at each tensor that it holds."""
+    configs = {layer: preset("k4v4", 64) for layer in range(3)}
+    center = torch.randn(2, 64)
+    given = {0: center, 1: center.clone(), 2: torch.randn(2, 64)}
+    first, *others = ConstantsByDevice(configs, given, torch.arange(32)).on(CPU).tables.values()
+    for table in (first, *others):
+        assert table.key_steps is table.value_steps is first.key_steps
+        assert table.key_levels is table.value_levels is first.key_levels
+    assert others[0].center is first.center and others[1].center is not first.center
+    assert others[0].key_signs is not first.key_signs
+    # equal bytes of another shape or type are not
+    zeros = [np.zeros(shape, np.float32) for shape in ((2, 3), (6,), (2, 3))]
+    zeros.append(np.zeros((2, 3), np.int32))
+    a, b, again, integers = put_together(zeros, CPU)
+    assert again is a and b is not a and integers is not a
+    assert (b.shape, integers.dtype) == ((6,), torch.int32)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

@@ -292,22 +292,8 @@ def store_and_attend(
         out,
         lse,
     )
-    if out is None:
-        out = q.new_empty(q.shape)
-    if lse is None:
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    arguments = call_arguments(q, cache, config, tables, ring, batch, options, (k_new, v_new))
-    try:
-        torch.ops.turboquant.store_and_attend.default(
-            *arguments,
-            slot_mapping=slot_mapping,
-            **step_constants(config, tables),
-            out=out,
-            lse=lse,
-        )
-    except RuntimeError as error:
-        raise named_error(error) from None
-    return out, lse
+    new = (k_new, v_new)
+    return call_step(q, cache, config, tables, ring, batch, slot_mapping, options, new, out, lse)
 
 
 def _checked_step(
@@ -351,6 +337,38 @@ def call_attention(
     arguments = call_arguments(q, pages, config, tables, ring, batch, options, new)
     ops = torch.ops.turboquant
     return call_or_fill(ops.paged_attention, ops.paged_attention_out, arguments, out, lse)
+
+
+def call_step(
+    q: Tensor,
+    pages: Tensor,
+    config: CacheConfig,
+    tables: CacheTables,
+    ring: Tensor | None,
+    batch: AttentionBatch,
+    slot_mapping: Tensor | None,
+    options: AttentionOptions,
+    new: NewTokens,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Calls the op store_and_attend, which checks everything that Python has not checked."""
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if lse is None:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    arguments = call_arguments(q, pages, config, tables, ring, batch, options, new)
+    try:
+        torch.ops.turboquant.store_and_attend.default(
+            *arguments,
+            slot_mapping=slot_mapping,
+            **step_constants(config, tables),
+            out=out,
+            lse=lse,
+        )
+    except RuntimeError as error:
+        raise named_error(error) from None
+    return out, lse
 
 
 def call_or_fill(

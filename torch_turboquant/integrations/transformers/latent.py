@@ -138,6 +138,13 @@ class LatentLayer(TurboQuantLayer):
         out, _ = super().attend(module, rows, key, value, **kwargs)
         return torch.einsum("bshr,hvr->bshv", out, to_values), None
 
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, options: AttentionOptions
+    ) -> Tensor:
+        self.paged.store(k, v, batch)
+        out, _ = self.paged.attend(q, batch, options)
+        return out
+
     def _projections(self, module: nn.Module, heads: int) -> Tensor:
         """W_UK and W_UV of all heads: [heads, nope + v_head_dim, latent_dim].
 

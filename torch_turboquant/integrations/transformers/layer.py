@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from transformers.cache_utils import CacheLayerMixin
 
 from torch_turboquant import _checks
-from torch_turboquant.batch import AttentionOptions
+from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.eviction import Eviction
 from torch_turboquant.integrations.transformers.compiling import uncompiled
 from torch_turboquant.integrations.transformers.constants import ConstantsByDevice
@@ -237,10 +237,11 @@ class TurboQuantLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores new tokens: [batch, kv_heads, new, head_dim] each.
+        """Takes new tokens: [batch, kv_heads, new, head_dim] each.
 
         Returns what attention (binding.py) expects: the new keys and values, which
-        it recognises, not the whole sequence.
+        it recognises, not the whole sequence. Attention stores them (`attend`), or the end of an
+        exact forward does (`store_together`).
         """
         forward = self.sequences.forward
         if forward is not None and not forward.traced and is_dynamo_compiling():
@@ -275,14 +276,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self.waiting = self._handed
         elif not forward.exact:
             self.reserve()
-            self.store(self.piece(0), key_states.transpose(1, 2), value_states.transpose(1, 2))
         return self._handed
-
-    def store(self, piece: Piece, keys: Tensor, values: Tensor) -> None:
-        """Encodes the piece's columns of keys and values [batch, columns, kv_heads, head_dim]."""
-        if keys.dtype is not self.dtype:
-            keys = keys.to(self.dtype)
-        self.paged.store(_tokens(keys, piece), _tokens(values, piece), piece.batch)
 
     @staticmethod
     def store_together(
@@ -331,20 +325,36 @@ class TurboQuantLayer(CacheLayerMixin):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of query [batch, heads, new, head_dim] over the cache, after `take_back`."""
+        """Stores the tokens that `take_back` gave; attention of query over them and older ones.
+
+        query: [batch, heads, new, head_dim].
+        """
         forward = self.sequences.forward
         options = self._options(module, query, kwargs)
-        if query.dtype is not self.dtype:
-            query = query.to(self.dtype)
+        new = [x if x.dtype is self.dtype else x.to(self.dtype) for x in (query, key, value)]
+        new = [x.transpose(1, 2) for x in new]
         outputs = []
         for index in range(len(forward.pieces)):
             piece = self.piece(index)
-            if index > 0:  # update has stored the first one
-                self.store(piece, key.transpose(1, 2), value.transpose(1, 2))
-            out, _ = self.paged.attend(_tokens(query.transpose(1, 2), piece), piece.batch, options)
+            out = self.step(*(_tokens(x, piece) for x in new), piece.batch, options)
             outputs.append(_columns(out, piece, forward.batch))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return out, None
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, options: AttentionOptions
+    ) -> Tensor:
+        """Stores tokens, then attends over them and older ones; [tokens, heads, head_dim] each.
+
+        One call of both reads all of its tokens as they are. That is right where the exact tail has
+        them, too. Otherwise a token would be exact or not by what else is in its call.
+        """
+        if batch.max_q_len <= self.config.recent_window:
+            out, _ = self.paged.store_and_attend(q, k, v, batch, options)
+        else:
+            self.paged.store(k, v, batch)
+            out, _ = self.paged.attend(q, batch, options)
+        return out
 
     def _options(
         self, module: nn.Module, query: Tensor, kwargs: dict[str, Any]

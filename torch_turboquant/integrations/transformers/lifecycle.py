@@ -2,10 +2,10 @@
 
     begin          before the decoder's forward: sequences.begin plans it, or refuses it
     for each layer
-        update     transformers hands over keys and values; a layer stores them at once, unless the
-                   forward is exact (layer.TurboQuantLayer)
+        update     transformers hands over keys and values (layer.TurboQuantLayer)
         attended   the attention function: an exact forward's tokens are noted here, as Pending, and
-                   the model's own attention runs; every other forward attends over the pages
+                   the model's own attention runs; every other forward stores them and attends over
+                   the pages
     end            after the decoder's forward: pending tokens are settled and the counts move, or
                    the forward has failed and its tokens were never there
 

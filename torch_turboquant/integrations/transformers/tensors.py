@@ -15,7 +15,8 @@ _ALIGNED = 256  # bytes, as an allocation of its own would be
 def put_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     """Copies of the host's arrays on a device: one transfer, which waits for nothing.
 
-    Those with the same bytes share memory, so nobody may write to them.
+    Those with the same bytes share memory, so nobody may write to them. Those of the same shape and
+    type, too, are one tensor: torch.compile guards it once, whoever holds it.
     """
     if not arrays:
         return []
@@ -29,10 +30,12 @@ def put_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]
     pinned = device.type == "cuda"
     together = torch.empty(len(host), dtype=torch.uint8, device="cpu", pin_memory=pinned)
     there = together.copy_(torch.frombuffer(host, dtype=torch.uint8)).to(device, non_blocking=True)
-    return [
-        there[places[data] : places[data] + len(data)].view(_DTYPES[x.dtype]).view(x.shape)
-        for x, data in zip(arrays, contents, strict=True)
-    ]
+    kinds = [(data, x.dtype, x.shape) for x, data in zip(arrays, contents, strict=True)]
+    placed = {
+        kind: there[places[kind[0]] :][: len(kind[0])].view(_DTYPES[kind[1]]).view(kind[2])
+        for kind in set(kinds)
+    }
+    return [placed[kind] for kind in kinds]
 
 
 def check_not_meta(tensor: Tensor) -> None:
