@@ -6,10 +6,10 @@
     out, lse = layer.attend(q, batch)            # [tokens, q_heads, head_dim]
     out, lse = layer.store_and_attend(q, k, v, batch)       # or both in one call
 
-The functions cache_store, paged_attention, store_and_attend and cache_load do the same from separate tensors and
-check all of them in every call. A serving loop calls them for each layer and each step with pages,
-tables and tail that never change. A PagedLayer holds those, an AttentionBatch holds what changes
-with a step, and an AttentionOptions holds what a model says about its attention.
+The functions cache_store, paged_attention, store_and_attend and cache_load do the same from
+separate tensors and check all of them in every call. A serving loop calls them for each layer and
+each step with pages, tables and tail that never change. A PagedLayer holds those, an AttentionBatch
+holds what changes with a step, and an AttentionOptions holds what a model says about its attention.
 
 Queries, keys, values and batch are checked by the op, which refuses bad ones before it writes
 anything; a PagedLayer then looks for what is wrong, and raises the error of the functions.

@@ -332,11 +332,11 @@ class TurboQuantLayer(CacheLayerMixin):
         forward = self.sequences.forward
         options = self._options(module, query, kwargs)
         new = [x if x.dtype is self.dtype else x.to(self.dtype) for x in (query, key, value)]
-        new = [x.transpose(1, 2) for x in new]
         outputs = []
         for index in range(len(forward.pieces)):
             piece = self.piece(index)
-            out = self.step(*(_tokens(x, piece) for x in new), piece.batch, options)
+            q, k, v = (_tokens(x.transpose(1, 2), piece) for x in new)
+            out = self.step(q, k, v, piece.batch, options)
             outputs.append(_columns(out, piece, forward.batch))
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return out, None
