@@ -514,7 +514,7 @@ def test_every_attribute_is_known_to_files():
             "constants", "sliding_window", "is_sliding", "is_compileable", "dtype", "device",
             "eviction", "thinned",
             # of a moment
-            "_handed", "_options_of_layer",
+            "_options_of_layer",
         } - of_transformers  # fmt: skip
 
 

@@ -40,7 +40,6 @@ class LatentLayer(TurboQuantLayer):
     calls values are keys with RoPE [batch, 1, tokens, rope_dim].
     """
 
-    _latents: tuple[Tensor, Tensor] | None = None  # handed to an exact forward, until it attends
     _weights: Tensor | None = None  # of a `kv_b_proj` that is no plain linear layer
 
     # -- memory
@@ -88,7 +87,7 @@ class LatentLayer(TurboQuantLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {name: x for name, x in state.items() if name not in ("_latents", "_weights")}
+        return {name: x for name, x in state.items() if name != "_weights"}
 
     # -- what the model calls
 
@@ -100,22 +99,18 @@ class LatentLayer(TurboQuantLayer):
         rope: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """In the place of the module's `expand_kv`, which is `own`."""
-        if not self.sequences.forward.exact:
+        forward = self.sequences.forward
+        if not forward.exact:
             return latent, rope
-        self._latents = super().take_back(module, latent, rope)
-        self._handed = own(latent, rope)
-        return self._handed
+        forward.latents[self.index] = super().take_back(module, latent, rope)
+        forward.handed[self.index] = own(latent, rope)
+        return forward.handed[self.index]
 
     def take_back(
         self, module: nn.Module | None, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        latents, self._latents = self._latents, None
         handed = super().take_back(module, key, value)
-        return handed if latents is None else latents
-
-    def finish(self) -> None:
-        super().finish()
-        self._latents = None
+        return self.sequences.forward.latents.pop(self.index, handed)
 
     # -- attending
 
@@ -164,7 +159,7 @@ class LatentLayer(TurboQuantLayer):
 
     def reset(self) -> None:
         super().reset()
-        self._latents = self._weights = None
+        self._weights = None
 
 
 class PackedLatents:

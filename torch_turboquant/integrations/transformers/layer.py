@@ -69,7 +69,6 @@ class TurboQuantLayer(CacheLayerMixin):
         self.tables: Any = None  # CacheTables, LatentTables or NoTables
         self.paged = None
         self.waiting: tuple[Tensor, Tensor] | None = None
-        self._handed: tuple[Tensor, Tensor] | None = None
         self._options_of_layer: AttentionOptions | None = None  # those of the last step
 
     @property
@@ -210,7 +209,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.__dict__.update(
             {name: x for name, x in state.items() if name not in ("center", "memory")}
         )
-        self.tables = self.paged = self._handed = self._options_of_layer = None
+        self.tables = self.paged = self._options_of_layer = None
         held = memory[1] if memory else self.waiting and self.waiting[0]
         if held is None:
             self.kv_heads, self.is_initialized = 0, False
@@ -271,12 +270,12 @@ class TurboQuantLayer(CacheLayerMixin):
             held = [w[:, :, : forward.past] for w in self.waiting]
             key_states = torch.cat([held[0], key_states], dim=2)
             value_states = torch.cat([held[1], value_states], dim=2)
-        self._handed = (key_states, value_states)
+        handed = forward.handed[self.index] = key_states, value_states
         if forward.exact and not forward.encode:
-            self.waiting = self._handed
+            self.waiting = handed
         elif not forward.exact:
             self.reserve()
-        return self._handed
+        return handed
 
     @staticmethod
     def store_together(
@@ -307,7 +306,7 @@ class TurboQuantLayer(CacheLayerMixin):
         Raises:
             RuntimeError: it got others than `update` has handed out.
         """
-        handed, self._handed = self._handed, None
+        handed = self.sequences.forward.handed.pop(self.index, None)
         if handed is None or key is not handed[0] or value is not handed[1]:
             if key.requires_grad or value.requires_grad:
                 raise RuntimeError(_NO_GRADIENT)
@@ -316,11 +315,6 @@ class TurboQuantLayer(CacheLayerMixin):
                 "attention (or shares them between layers), which TurboQuantCache does not support"
             )
         return handed
-
-    @property
-    def unattended(self) -> bool:
-        """Whether nobody has taken back what the last `update` has handed out."""
-        return self._handed is not None
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
@@ -423,7 +417,7 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets the tokens; keeps the memory."""
-        self.waiting = self._handed = None
+        self.waiting = None
 
     def select_rows(self, rows: Tensor) -> None:
         """Sequence i becomes the former sequence rows[i]: int64 [new batch] on the CPU."""
@@ -437,8 +431,7 @@ class TurboQuantLayer(CacheLayerMixin):
                 by_row[: len(rows)] = by_row.index_select(0, rows.to(tensor.device))
 
     def finish(self) -> None:
-        """After a forward: lets go of what only it needed."""
-        self._handed = None
+        """After a forward that was not traced: lets go of tokens that are in pages now."""
         if self.sequences.encoded:
             self.waiting = None
 
@@ -446,7 +439,7 @@ class TurboQuantLayer(CacheLayerMixin):
 _update_uncompiled = uncompiled(TurboQuantLayer.update)
 
 # Attributes of a layer that a copy makes anew.
-_MADE_ANEW = ("tables", "paged", "_handed", "_options_of_layer")
+_MADE_ANEW = ("tables", "paged", "_options_of_layer")
 
 
 def nbytes(t: Tensor | None) -> int:

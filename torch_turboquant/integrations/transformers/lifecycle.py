@@ -149,27 +149,28 @@ class Lifecycle:
 
     def end(self, succeeded: bool = True) -> None:
         """The planned forward has gone through all layers, or has failed."""
+        sequences, forward = self.sequences, self.sequences.forward
         if succeeded:
-            for layer in self.layers:
-                if layer.unattended:
-                    self.end(succeeded=False)
-                    raise RuntimeError(
-                        f"the attention of layer {layer.index} did not go through transformers' "
-                        "AttentionInterface, which TurboQuantCache needs"
-                    )
+            if forward.handed:
+                self.end(succeeded=False)
+                raise RuntimeError(
+                    f"the attention of layer {min(forward.handed)} did not go through "
+                    "transformers' AttentionInterface, which TurboQuantCache needs"
+                )
             if self.pending:
                 try:
                     self._settle()
                 except BaseException:
                     self.end(succeeded=False)
                     raise
-            self.sequences.commit()
+            sequences.commit()
         else:
             if self.pending:
                 self.pending = []
-            self.sequences.abort()
-        for layer in self.layers:
-            layer.finish()
+            sequences.abort()
+        if not forward.traced:
+            for layer in self.layers:
+                layer.finish()
 
     def _settle(self) -> None:
         """Gives pending tokens what they still need: centers, memory, their codes."""

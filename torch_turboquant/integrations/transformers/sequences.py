@@ -56,6 +56,10 @@ class Pieces:
     def __init__(self, batch: int, new: int, columns: list[tuple[int, int]]) -> None:
         self.batch, self.new, self.pieces = batch, new, columns
         self._built: dict[tuple[int, torch.device, int, bool], Piece] = {}
+        # by layer: what it has handed to its attention, until that takes it back. They stand here
+        # because torch.compile writes attributes of what outlives a step again in every step.
+        self.handed: dict[int, tuple[Tensor, Tensor]] = {}
+        self.latents: dict[int, tuple[Tensor, Tensor]] = {}  # whose expansion was handed
 
     def piece(self, index: int, device: torch.device, pages: int, thinned: bool) -> Piece:
         """The index-th piece of `pieces` on `device`.
