@@ -132,8 +132,27 @@ def test_counters_are_rings_on_a_device(pads, columns, steps, cut):
         rings.cut(entry, max(0, columns - cut - pad))
     columns = max(0, columns - cut)
     counters = Counters(rings, torch.device("cpu"))
+    counters.own_slots(48)
     places = [t.data_ptr() for t in counters.tensors]
     counters.set(columns, pads, rings)
+
+    def check_ahead():
+        lengths = [columns + 1 - pad for pad in pads]
+        assert counters.next_lengths[: len(pads)].tolist() == lengths
+        if min(lengths) > 0:
+            valid = rings.valid(range(len(pads)), lengths)[: len(pads)]
+            assert counters.next_valid[: len(pads)].tolist() == valid.tolist()
+            last = np.array(lengths)[:, None] - 1
+            for room in (48, 80):
+                slots = owned_slots(np.arange(len(pads)), last, room)[:, 0]
+                assert counters.next_slots[room][: len(pads)].tolist() == slots.tolist()
+
+    known = counters.next_slots[48]
+    counters.own_slots(80)  # known at once
+    counters.own_slots(48)
+    assert counters.next_slots[48] is known
+    check_ahead()
+    places += [counters.next_slots[80].data_ptr()]
     for new in steps:
         lengths = counters.lengths(new)
         expected = [columns + new - pad for pad in pads]
@@ -147,6 +166,7 @@ def test_counters_are_rings_on_a_device(pads, columns, steps, cut):
         columns += new
         for entry, length in enumerate(expected):
             rings.stored(entry, max(0, length))
+        check_ahead()
     assert int(counters.columns) == columns
     assert [t.data_ptr() for t in counters.tensors] == places
     assert counters.entries.tolist() == [0, 1, 2]

@@ -177,7 +177,10 @@ class Counters:
     """Where sequences stand, in tensors of one device that never move: for CUDA graphs.
 
     Every sequence grows by the same number of tokens per step, so that one scalar moves:
-    `columns`, the tokens of each row of the batch, left padding included.
+    `columns`, the tokens of each row of the batch, left padding included. What the next token of
+    every sequence needs follows from it, and is worked out at the end of the step before: then a
+    step begins with its layers, and torch.compile hands the same tensors to all of them. (It would
+    work out again for each layer what follows from other tensors.)
 
     Attributes:
         columns: int32 scalar.
@@ -185,6 +188,9 @@ class Counters:
             tokens that were evicted.
         first: int32 [entries], as in Rings; a step only reads it.
         entries: int64 [entries], 0, 1, 2 and so on: sequence i owns entry i of the tail.
+        next_lengths: int32 [entries], lengths with the next token.
+        next_valid: int32 [entries, 2], `tail_valid` (Rings.valid) for these lengths.
+        next_slots: by the slots that a sequence owns, int64 [entries]: that of the next token.
     """
 
     def __init__(self, rings: Rings, device: torch.device) -> None:
@@ -194,11 +200,21 @@ class Counters:
         self.pads = torch.zeros(entries, dtype=torch.int32, device=device)
         self.first = torch.zeros(entries, dtype=torch.int32, device=device)
         self.entries = torch.arange(entries, device=device)
+        self.next_lengths = torch.zeros_like(self.pads)
+        self.next_valid = torch.zeros(entries, 2, dtype=torch.int32, device=device)
+        self.next_slots: dict[int, Tensor] = {}
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, whose addresses a graph remembers."""
-        return self.columns, self.pads, self.first, self.entries
+        ahead = self.next_lengths, self.next_valid, *self.next_slots.values()
+        return self.columns, self.pads, self.first, self.entries, *ahead
+
+    def own_slots(self, room: int) -> None:
+        """There are layers in which a sequence owns `room` slots (owned_slots)."""
+        if room not in self.next_slots:
+            self.next_slots[room] = torch.zeros_like(self.entries)
+            self._look_ahead()
 
     def set(self, columns: int, pads: Sequence[int], rings: Rings) -> None:
         """Takes over the host's integers; entries behind `pads` have no padding."""
@@ -206,19 +222,32 @@ class Counters:
         missing = [0] * (len(rings.first) - len(pads))
         self.pads.copy_(torch.tensor([*pads, *missing], dtype=torch.int32))
         self.first.copy_(torch.tensor(rings.first, dtype=torch.int32))
+        self._look_ahead()
 
     def lengths(self, new: int) -> Tensor:
         """Lengths of all sequences with `new` more columns: int32 [entries]."""
         return self.columns + new - self.pads
 
-    def valid(self, lengths: Tensor) -> Tensor:
+    def valid(self, lengths: Tensor, out: Tensor | None = None) -> Tensor:
         """`tail_valid` (Rings.valid) for these lengths: int32 [entries, 2]."""
         first = torch.maximum(self.first, lengths - self.ring)
-        return torch.stack([lengths.clamp(max=self.sinks), first], dim=1)
+        return torch.stack([lengths.clamp(max=self.sinks), first], dim=1, out=out)
+
+    def slots(self, lengths: Tensor, new: int, room: int) -> Tensor:
+        """Slots of the last `new` tokens of sequences of these lengths: int64 [entries, new]."""
+        place = (lengths - new)[:, None] + torch.arange(new, device=lengths.device)
+        return owned_slots(self.entries, place, room)
 
     def advance(self, new: int) -> None:
         """A step of `new` columns is done."""
         self.columns.add_(new)
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        lengths = torch.sub(self.columns + 1, self.pads, out=self.next_lengths)
+        self.valid(lengths, out=self.next_valid)
+        for room, slots in self.next_slots.items():
+            slots.copy_(owned_slots(self.entries, (lengths - 1)[:, None], room)[:, 0])
 
 
 # ---- slots of tokens in the pages

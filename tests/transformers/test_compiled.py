@@ -4,6 +4,8 @@ Steps of the static form are compiled; every other forward is called without com
 growing context compiles nothing anew.
 """
 
+import operator
+
 import pytest
 import torch
 
@@ -123,6 +125,32 @@ def test_numbers_that_may_vary():
         parts = [model(ids[:, :70], past_key_values=cache).logits]
         parts += [step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(70, 80)]
     assert torch.equal(torch.cat(parts, 1), expected) and graphs() == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_layers_of_a_compiled_step_share_its_tensors(name):
+    """They come into its graph. torch.compile works out anew, for each op that it does not know,
+    what follows from them."""
+    model, ids = make_model(name), make_ids(71)
+    calls = []
+
+    def backend(graph, inputs):
+        op = torch.ops.turboquant.store_and_attend.default
+        calls.extend(node for node in graph.graph.nodes if node.target is op)
+        return graph
+
+    with TurboQuantCache.for_model(model, "k4v4", **FORMS["static"]) as cache:
+        feed(model, cache, ids[:, :70])
+        torch.compile(model, fullgraph=True, backend=backend)(ids[:, 70:], past_key_values=cache)
+        assert len(calls) == len(cache.packed)
+    schema = [argument.name for argument in calls[0].target._schema.arguments]
+    for call in calls:
+        arguments = dict(zip(schema, call.args, strict=False)) | call.kwargs
+        for of_step in "block_table seq_lens tail_slots tail_valid slot_mapping".split():
+            node = arguments[of_step]
+            while node.target is operator.getitem:  # the batch's rows of it
+                node = node.args[0]
+            assert node.op == "placeholder", (of_step, node.format_node())
 
 
 @pytest.mark.parametrize("form", FORMS)

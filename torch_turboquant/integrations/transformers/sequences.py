@@ -183,24 +183,28 @@ class Step(Pieces):
         self, first: int, last: int, device: torch.device, pages: int, thinned: bool
     ) -> Piece:
         sequences, batch, new = self.sequences, self.batch, last - first
-        counters = sequences.counters[device, thinned]
-        page_size = sequences.config.page_size
-        entries, lengths = counters.entries[:batch], counters.lengths(last)
-        place = (lengths[:batch] - new)[:, None] + torch.arange(new, device=device)
+        counters, room = sequences.counters[device, thinned], pages * sequences.config.page_size
         cu_seqlens_q = None
+        if self.new == 1:
+            lengths, valid = counters.next_lengths, counters.next_valid
+            slots = counters.next_slots[room][:batch]
+        else:
+            lengths = counters.lengths(last)
+            valid = counters.valid(lengths)
+            slots = counters.slots(lengths, new, room)[:batch].flatten()
         if new > 1:
             cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * new
         return Piece(
             None if new == self.new else slice(first, last),
             None,
             AttentionBatch(
-                slot_mapping=owned_slots(entries, place, pages * page_size).flatten(),
+                slot_mapping=slots,
                 block_table=sequences.tables[device, thinned, pages][:batch],
                 seq_lens=lengths[:batch],
                 cu_seqlens_q=cu_seqlens_q,
                 max_q_len=new,
-                tail_slots=entries,
-                tail_valid=counters.valid(lengths),
+                tail_slots=counters.entries[:batch],
+                tail_valid=valid,
             ),
         )
 
@@ -362,13 +366,14 @@ class Sequences:
             return
         if (device, thinned) not in self.counters:
             counters = self.counters[device, thinned] = Counters(self.places[thinned].rings, device)
-            fixed(*counters.tensors)
             if self.first_counters is None and thinned is self.eviction.evicts:
                 self.first_counters = counters
         if (device, thinned, pages) not in self.tables:
             table = owned_pages(self.rows, self.places[thinned].pages, pages)
             self.tables[device, thinned, pages] = torch.from_numpy(table).to(device)
-            fixed(self.tables[device, thinned, pages])
+            counters = self.counters[device, thinned]
+            counters.own_slots(pages * self.config.page_size)
+            fixed(self.tables[device, thinned, pages], *counters.tensors)
 
     def pull(self) -> None:
         """Host integers as the device has them: waits for it."""
