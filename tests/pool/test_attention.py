@@ -126,6 +126,52 @@ def test_own_tokens_of_any_number(device):
             assert_same_bytes(alone[0], before[0])
 
 
+def test_both_in_one_call(device):
+    """The bytes of `store`, the results of `attend` with own tokens, and a batch that counts."""
+    sizes, rows = [4 * MAX_Q, 1], list(range(100, 101 + 4 * MAX_Q))
+    q, (keys, values) = queries(rows, device), vectors(rows, device)
+    pools = [make_pool(device=device) for _ in range(2)]
+    results = []
+    for pool, together in zip(pools, (False, True), strict=True):
+        seqs = filled(pool, 20, 3)
+        with pool.reserve(seqs, sizes) as batch:
+            for layer in range(LAYERS):
+                own = {"k_new": keys[layer], "v_new": values[layer]}
+                options = {"soft_cap": 9.0, "out": torch.empty_like(q)}
+                if together:
+                    found = pool.store_and_attend(layer, q, batch=batch, **own, **options)
+                else:
+                    pool.store(layer, keys[layer], values[layer], batch)
+                    found = pool.attend(layer, q, batch, **own, **options)
+                assert found[0] is options["out"]
+                results.append(found)
+        assert [seq.length for seq in seqs] == [20 + 4 * MAX_Q, 4]
+    for one, other in zip(results[:LAYERS], results[LAYERS:], strict=True):
+        assert_same_results([one], [other])
+    for one, other in zip(*(pool.pages + pool.tails for pool in pools), strict=True):
+        assert_same_bytes(one, other)
+
+
+def test_steps_that_a_pool_refuses():
+    pool = make_pool()
+    (seq,) = filled(pool, 20)
+    q, (keys, values) = queries([5]), vectors([5])
+    with pool.reserve([seq]) as batch:
+        new = keys[0], values[0]
+        before = pool.pages[0].clone()
+        with pytest.raises(TypeError, match="k_new has dtype float16, supported: float32"):
+            pool.store_and_attend(0, q.half(), *(x.half() for x in new), batch)
+        with pytest.raises(ValueError, match=f"layer is {LAYERS}"):
+            pool.store_and_attend(LAYERS, q, *new, batch)
+        with pytest.raises(ValueError, match="soft_cap is -1"):
+            pool.store_and_attend(0, q, *new, batch, soft_cap=-1.0)
+        assert_same_bytes(pool.pages[0], before)
+        for layer in range(LAYERS):
+            pool.store_and_attend(layer, q, *new, batch)
+    with pytest.raises(RuntimeError, match="was committed or rolled back"):
+        pool.store_and_attend(0, q, *new, batch)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_batch_equals_one_by_one(padded, device):
     """Sequences join and leave; single tokens and pieces share batches."""

@@ -12,6 +12,7 @@ and `PagedKVPool.bytes_needed` says beforehand how much that is.
         for layer in range(32):
             pool.store(layer, k, v, batch)              # [tokens, kv_heads, head_dim]
             out, lse = pool.attend(layer, q, batch)     # [tokens, q_heads, head_dim]
+            # or both in one call: pool.store_and_attend(layer, q, k, v, batch)
     pool.free(seq)                                      # the tokens counted when `with` was left
 
 Sharing. `fork` makes a second sequence of the same tokens. It copies no page: pages count their

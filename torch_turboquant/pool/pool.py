@@ -241,6 +241,38 @@ class PagedKVPool(PoolSequences):
             q, batch, given, k_new=k_new, v_new=v_new, out=out, lse=lse
         )
 
+    def store_and_attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        batch: PoolBatch,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """`store` of the new tokens, and `attend` with them, in one call (store_and_attend).
+
+        Args:
+            layer, q, batch, out, lse, options: as of `attend`.
+            k_new, v_new: as of `store`, of the pool's dtype; queries read them exactly as they are.
+
+        Returns:
+            out, lse: as of `attend`.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as `store` and `attend`, before anything is
+                written.
+        """
+        self._check_usable(layer, batch)
+        _checks.check_dtype("k_new", k_new, (self.dtype,))
+        given = AttentionOptions(**options)
+        found = self.layers[layer].store_and_attend(q, k_new, v_new, batch, given, out=out, lse=lse)
+        batch._mark(layer, replayed=self._is_capturing())
+        return found
+
     def append(
         self,
         sequences: Sequence[PoolSequence],
