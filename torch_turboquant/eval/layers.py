@@ -69,8 +69,10 @@ def store(cache: Cache, batch: int, new: int, layers: Iterable[Sequence[Tensor |
         cache.lifecycle.begin(batch, new, None, None)
     for index, (queries, keys, values) in enumerate(layers):
         stored = cache.update(keys, values, index)
-        if packed:  # as attention does after the update
-            cache.lifecycle.attended(cache.layers[index], None, queries, *stored)
+        if packed:  # what attention does after the update
+            layer = cache.layers[index]
+            if not cache.lifecycle.attended(layer, None, queries, *stored):
+                layer.keep(*stored)
     if packed:
         cache.lifecycle.end()
 

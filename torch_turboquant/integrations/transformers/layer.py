@@ -335,6 +335,13 @@ class TurboQuantLayer(CacheLayerMixin):
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return out, None
 
+    def keep(self, key: Tensor, value: Tensor) -> None:
+        """Stores the tokens that `take_back` gave, for who attends in another way."""
+        for index in range(len(self.sequences.forward.pieces)):
+            piece = self.piece(index)
+            k, v = (_tokens(x.to(self.dtype).transpose(1, 2), piece) for x in (key, value))
+            self.paged.store(k, v, piece.batch)
+
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, options: AttentionOptions
     ) -> Tensor:
