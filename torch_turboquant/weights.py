@@ -32,7 +32,6 @@ from torch_turboquant.format import (
 )
 from torch_turboquant.ops.linear import weight_decode, weight_encode, weight_unpack
 from torch_turboquant.signs import SignKind, random_signs
-from torch_turboquant.weight_siblings import Siblings
 
 _linear_packed = torch.ops.turboquant.linear_packed.default
 
@@ -318,9 +317,6 @@ class PackedLinear(nn.Module):
         bias: [out_features] of the model's dtype, a parameter, or None.
     """
 
-    _siblings: Siblings | None = None  # that are called with the same tensor, and
-    _place = 0  # which of them this is
-
     def __init__(
         self,
         in_features: int,
@@ -418,28 +414,12 @@ class PackedLinear(nn.Module):
         # a parameter that is converted gets other data, so what it has now is kept
         before = None if self.channel_inverse is None else self.channel_inverse.detach()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._siblings is not None:
-            self._siblings.put_together()  # once all of them are where this one is
         after = self.channel_inverse
         if before is not None and after is not None and after.dtype != torch.float32:
             self.channel_inverse = _frozen(before.to(after.device))
         if not self._constants_are_here():
             self.place_constants()
         return self
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._tell_siblings()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in ("weight", "bias"):
-            self._tell_siblings()
-
-    def _tell_siblings(self) -> None:
-        """Parameters may have been replaced."""
-        if self._siblings is not None:
-            self._siblings.look()
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features], of x's dtype; see linear_packed.
@@ -449,37 +429,41 @@ class PackedLinear(nn.Module):
             ValueError: x has another last dimension.
             RuntimeError: x is differentiated, on another device, or of another dtype than bias.
         """
-        if self._siblings is not None:
-            found = self._siblings.output(self, x)
-            if found is not None:
-                return found
-        own = self._parameters
-        return self.multiply(x, own["weight"], self.rows_here, own["bias"])
-
-    def multiply(self, x: Tensor, weight: Tensor | None, n: int, bias: Tensor | None) -> Tensor:
-        """x times a packed weight of n rows, in this layer's format and with its channels."""
         # A step calls this for every layer, and without a graph the host is what it waits for. So
         # nothing is asked first that the op asks again, and parameters are taken from their
         # dictionary, which self.weight would find after searching in others.
+        own = self._parameters
         try:
             kind = self._kind
-            if torch.compiler.is_dynamo_compiling():  # a trace cannot take the way of an error
+            if torch.compiler.is_dynamo_compiling():  # a trace cannot take the way through _mended
                 kind = share_constants(*self._form, str(self.weight.device))
             if x.stride(-1) != 1:
                 x = x.contiguous()
             signs, levels, bits, sub = getattr(CONSTANTS, kind)  # type: ignore[arg-type]
-            of_channels = self._parameters["channel_inverse"]
-            return _linear_packed(x, weight, signs, levels, n, bits, sub, of_channels, bias)
+            return _linear_packed(
+                x,
+                own["weight"],
+                signs,
+                levels,
+                self.rows_here,
+                bits,
+                sub,
+                own["channel_inverse"],
+                own["bias"],
+            )
         except (RuntimeError, TypeError, AttributeError, IndexError) as error:
-            refused = error
+            return self._mended(x, error)
+
+    def _mended(self, x: Tensor, error: Exception) -> Tensor:
+        """What to do about an error of a call: place the constants, or say what is wrong with x."""
         if not self._constants_are_here() and self.weight.device.type != "meta":
             self.place_constants()
-            return self.multiply(x, weight, n, bias)
+            return self.forward(x)
         _checks.check_dtype("x", x, _checks.FLOATS)
         channels = self.weight.shape[1] * self.format.group_of(self.in_features)
         if x.shape[-1:] != (channels,):
             raise ValueError(f"x has shape {list(x.shape)}, expected [..., {channels}]")
-        raise named_error(refused) from None
+        raise named_error(error) from None
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight: [out_features, in_features] of this dtype."""

@@ -5,10 +5,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from safetensors.torch import load_file
-
 from tests.transformers.weights import IDS, TEXT, load, logits, make, packed_layers
-from torch_turboquant import weights
 from torch_turboquant.integrations.transformers import TurboQuantCache, TurboQuantConfig, quantize
 
 # ------------------------------------------------------------------------------ running
@@ -40,44 +37,6 @@ def test_compiled_in_one_piece(calibrated, folder):
         model = load(folder(model), TurboQuantConfig())
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(IDS).logits, logits(model), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_layers_of_one_input_are_one_product(kind, folder, monkeypatch):
-    """Queries, keys and values, and gate and up; the model's files stay what they are."""
-    quantised = make(kind)
-    quantize(quantised)
-    before = folder(quantised, "before")
-    for model in (quantised, load(before), load(folder(make(kind)), TurboQuantConfig())):
-        called = []
-        multiply = weights._linear_packed
-        monkeypatch.setattr(
-            weights, "_linear_packed", lambda *a, m=multiply, c=called: c.append(a[4]) or m(*a)
-        )
-        found = logits(model)
-        layers = packed_layers(model)
-        per_layer = [n for n in layers if n.startswith("model.layers.0.")]
-        blocks = model.config.num_hidden_layers
-        assert len(per_layer) == 7 and len(called) == len(layers) - 3 * blocks
-        after = folder(model, "after")
-        for layer in layers.values():
-            if layer._siblings is not None:
-                assert layer._siblings.waiting is None
-                layer._siblings.part()
-        assert torch.equal(logits(model), found)
-        monkeypatch.undo()
-        one, other = (load_file(path / "model.safetensors") for path in (before, after))
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_scaled_layers_stand_alone(folder):
-    """Their scales of channels differ, and so does what they multiply."""
-    model = make()
-    quantize(model, text=TEXT)
-    assert all(layer._siblings is None for layer in packed_layers(model).values())
-    again = load(folder(model, "packed"))
-    assert all(layer._siblings is None for layer in packed_layers(again).values())
 
 
 def test_on_devices_of_a_map(folder):

@@ -39,7 +39,6 @@ from torch_turboquant.integrations.transformers.weights.report import (
     listening,
     relative_error,
 )
-from torch_turboquant.weight_siblings import join
 from torch_turboquant.weights import PackedLinear, WeightFormat, decode_weight, encode_weight
 
 NEEDS = "import torch_turboquant.integrations.transformers before from_pretrained"
@@ -195,8 +194,6 @@ class TurboQuantHfQuantizer(HfQuantizer):
             )
         for name in self._packed.keys() - self._experts:
             model.get_submodule(name).place_constants()
-        if not is_distributed(model):
-            join_siblings(model)
         return model
 
     def _is_new_head(self, model: nn.Module, name: str) -> bool:
@@ -297,26 +294,6 @@ def empty_layer(
         device=device or linear.weight.device,
         dtype=linear.weight.dtype,
     )
-
-
-# Names of layers that models call with the same tensor. Where one does not, its siblings part.
-_SIBLINGS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("q", "k", "v"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("wi_0", "wi_1"),
-)
-
-
-def join_siblings(model: nn.Module) -> None:
-    """Makes one product of packed layers that read the same input (weight_siblings)."""
-    for module in model.modules():
-        children = module._modules
-        for names in _SIBLINGS:
-            join(children.get(name) for name in names)
 
 
 def plain_layer(layer: PackedLinear, dtype: torch.dtype) -> nn.Linear:
