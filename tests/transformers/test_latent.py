@@ -172,6 +172,24 @@ def test_uncompressed_latents_of_padded_sequences():
             check_latents(recorder, cache, prompt=80, pads=[0, 61, 10], tolerance=1e-5)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", ["k4u", "uncompressed"])
+def test_inference_mode_may_come_and_go(bits, form):
+    model, ids = make_latent_model(), make_ids(111, 2)
+    parts = ids[:, :81], ids[:, 81:]
+    results = []
+    for first in (torch.inference_mode, torch.no_grad):  # which makes the memory
+        second = torch.no_grad if first is torch.inference_mode else torch.inference_mode
+        with TurboQuantCache.for_model(model, bits, max_batch_size=2, **FORMS[form]) as cache:
+            with first():
+                logits = feed(model, cache, parts[0], *SIZES[:2])
+            with second():
+                results.append(torch.cat([logits, feed(model, cache, parts[1], *SIZES[2:])], 1))
+                cache.reset()
+                feed(model, cache, ids, *SIZES)
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_greedy_tokens(kind):
     """Eight bits choose the tokens of the model's own cache, and its beams."""

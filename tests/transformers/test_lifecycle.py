@@ -239,6 +239,42 @@ def test_a_failing_forward_leaves_the_cache_as_it_was(tokens):
         check_against_oracle(recorder, config, 80, center="auto", first_held=held)
 
 
+FORMS = {
+    "growing": {},
+    "sized": {"max_cache_len": 200},
+    "static": {"static": True, "max_cache_len": 200},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
+def test_inference_mode_may_come_and_go(form, first, tmp_path):
+    """What one forward makes, another one changes: in the other mode, too, and of a copy."""
+    model, ids = make_model(), make_ids(190, 2)
+    second = torch.no_grad if first is torch.inference_mode else torch.inference_mode
+    with torch.no_grad(), TurboQuantCache.for_model(model, max_batch_size=2, **FORMS[form]) as c:
+        plain = feed(model, c, ids[:, :91], 80, 1, 9), feed(model, c, ids[:, 91:110], 1, 18)
+    with first():
+        cache = TurboQuantCache.for_model(model, max_batch_size=2, **FORMS[form])
+        begun = feed(model, cache, ids[:, :91], 80, 1, 9)
+        assert torch.equal(begun, plain[0])
+        cache.save(tmp_path / "cache")
+        copies = copy.deepcopy(cache), TurboQuantCache.load(tmp_path / "cache", model)
+    for one in (cache, *copies):
+        with second():
+            assert torch.equal(feed(model, one, ids[:, 91:110], 1, 18), plain[1])
+        with first():
+            one.reorder_cache(torch.tensor([1, 0]))
+        with second():
+            feed(model, one, ids[:, 110:])
+            one.reset()
+            again = feed(model, one, ids[:, :91], 80, 1, 9)  # a center is learned anew
+            assert torch.equal(again, plain[0])
+        with first():
+            assert torch.equal(feed(model, one, ids[:, 91:110], 1, 18), plain[1])
+        one.detach()
+
+
 @pytest.mark.parametrize("attached", [False, True])
 def test_a_cache_of_another_model(attached):
     """The text is the same whether that model has a cache of its own attached or not."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_turboquant.integrations.transformers.tensors import put_together
+from torch_turboquant.integrations.transformers.tensors import lasting, put_together
 from torch_turboquant.integrations.transformers.uncompressed import (
     AnyConfig,
     NoTables,
@@ -45,9 +45,9 @@ class ConstantsByDevice:
     def on(self, device: torch.device) -> Constants:
         if device not in self.known:
             tables = dict(_tables_on(self.configs, device))
-            *centers, partners = put_together(
-                [x.numpy() for x in (*self.centers.values(), self.partners)], device
-            )
+            arrays = [x.numpy() for x in (*self.centers.values(), self.partners)]
+            with lasting():
+                *centers, partners = put_together(arrays, device)
             for index, center in zip(self.centers, centers, strict=True):
                 tables[index] = tables[index]._replace(center=center)
             self.known[device] = Constants(tables, partners)
@@ -63,7 +63,7 @@ class ConstantsByDevice:
 
 
 @lru_cache(maxsize=16)
-@torch.inference_mode(False)
+@lasting()
 def _tables_on(
     configs: tuple[tuple[int, AnyConfig], ...], device: torch.device
 ) -> dict[int, AnyTables]:

@@ -20,7 +20,7 @@ from torch_turboquant.integrations.transformers.sequences import (
     Step,
     chosen_tokens,
 )
-from torch_turboquant.integrations.transformers.tensors import check_not_meta, fixed
+from torch_turboquant.integrations.transformers.tensors import check_not_meta, fixed, lasting
 from torch_turboquant.integrations.transformers.uncompressed import AnyConfig
 from torch_turboquant.layer import PagedLayer
 from torch_turboquant.ops.cache import allocate_cache, call_store_layers
@@ -156,6 +156,8 @@ class TurboQuantLayer(CacheLayerMixin):
     def take_center(self, center: Tensor) -> None:
         """A center that was learned; another one, after `reset`, goes where the first one was."""
         if self.tables.center is None:
+            with lasting():
+                center = center.clone()
             self.tables = self.tables._replace(center=center)
             if self.paged is not None:
                 self.paged = self.make_paged(self.pages, self.ring)
@@ -173,9 +175,10 @@ class TurboQuantLayer(CacheLayerMixin):
         ring = self.ring
         if not self.sequences.encoded:  # nothing is stored: old pages go before new ones come
             self.paged, have = None, 0
-        grown = self.empty_pages(pages)
-        if have:
-            grown.unflatten(0, (rows, pages))[:, :have] = self.pages.unflatten(0, (rows, have))
+        with lasting():
+            grown = self.empty_pages(pages)
+            if have:
+                grown.unflatten(0, (rows, pages))[:, :have] = self.pages.unflatten(0, (rows, have))
         self.paged = self.make_paged(grown, ring)
 
     def empty_pages(self, owned: int) -> Tensor:
@@ -220,6 +223,7 @@ class TurboQuantLayer(CacheLayerMixin):
         if memory:
             self._take_copy(*memory)
 
+    @lasting()
     def _take_copy(self, owned: int, held: Tensor, kept: Tensor | None) -> None:
         """Memory of `owned` pages per sequence, of which these are the first, and of the tail."""
         pages, ring = self.empty_pages(owned), None

@@ -34,7 +34,7 @@ from torch_turboquant.eviction import OBSERVED, kept_tokens
 from torch_turboquant.integrations.transformers.centers import learn, query_energies
 from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
 from torch_turboquant.integrations.transformers.sequences import Forward, Sequences
-from torch_turboquant.integrations.transformers.tensors import zeros_together
+from torch_turboquant.integrations.transformers.tensors import lasting, zeros_together
 
 T = TypeVar("T")
 
@@ -242,6 +242,7 @@ def _evict(pending: list[Pending], forward: Forward) -> None:
             one.scores = None
 
 
+@lasting()
 def allocate(layers: list[TurboQuantLayer]) -> None:
     """Memory for what layers are about to store; the first pages of equal layers are one piece.
 
