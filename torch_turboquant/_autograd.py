@@ -205,3 +205,11 @@ for _name in OPS_OF_A_STEP:
     _internal.impl(_name, _calls(_op), "CompositeExplicitAutograd")
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
     _library.impl(_name, _calls(_refusing), "FuncTorchDynamicLayerFrontMode")
+
+
+def lasting() -> torch.inference_mode:
+    """Where memory is made that outlives a call, as a decorator or in a `with` statement.
+
+    Tensors that are made in inference mode cannot be changed outside of it.
+    """
+    return torch.inference_mode(False)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
+from torch_turboquant._autograd import lasting
 from torch_turboquant.ops.mass import paged_mass
 from torch_turboquant.pool.batch import PoolBatch, PoolSequence
 from torch_turboquant.pool.pool import PagedKVPool
@@ -172,9 +173,10 @@ class HeavyHitters:
         pool, (_, heads, d) = self.pool, q.shape
         kept_q, lse, mass = self._q[layer], self._lse[layer], self._mass[layer]
         if kept_q is None or lse is None or mass is None:
-            kept_q = q.new_zeros(pool.max_seqs, self.window, heads, d)
-            lse = kept_q.new_zeros(kept_q.shape[:3], dtype=torch.float32)
-            mass = lse.new_zeros(pool.max_seqs, pool.num_kv_heads, self.budget)
+            with lasting():
+                kept_q = q.new_zeros(pool.max_seqs, self.window, heads, d)
+                lse = kept_q.new_zeros(kept_q.shape[:3], dtype=torch.float32)
+                mass = lse.new_zeros(pool.max_seqs, pool.num_kv_heads, self.budget)
             self._q[layer], self._lse[layer], self._mass[layer] = kept_q, lse, mass
         return kept_q, lse, mass
 

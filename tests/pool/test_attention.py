@@ -370,3 +370,36 @@ def test_a_graph_that_was_captured_from_an_open_batch():
     with pool.reserve([seq], into=batch):
         graph.replay()
     check_contents(pool, seq, [0, 1, 2, 50, 50])
+
+
+@pytest.mark.parametrize("made", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("used", [torch.inference_mode, torch.no_grad])
+def test_inference_mode_may_come_and_go(made, used):
+    """What a pool holds may be changed in the other mode than it was made in."""
+    results = []
+    for first, second in ((torch.no_grad, torch.no_grad), (made, used)):
+        with first():
+            pool = make_pool(centers=CENTERS)
+            into, a = pool.empty_batch(2), pool.allocate()
+            hitters = tt.HeavyHitters(pool, budget=20, interval=4, window=2, keep_last=8)
+            pool.append([a], *vectors(range(20)), new_tokens=20)
+        found = []
+        for now in range(8):
+            with second() if now % 2 else first():
+                b = pool.fork(a)
+                with pool.reserve([a, b], into=into) as batch:
+                    for layer in range(LAYERS):
+                        k, v = (part[layer] for part in vectors([now, now + 1]))
+                        q = queries([now, now + 1])
+                        out, lse = pool.store_and_attend(layer, q, k, v, batch)
+                        hitters.observe(layer, q, lse, batch)
+                        found.append(out)
+                pool.free(b)
+                hitters.evict([a])
+        with second():
+            pool.truncate(a, 15)
+            back = pool.swap_in(pool.swap_out(a))
+            found += pool.load(0, back)
+        results.append(found)
+    for one, other in zip(*results, strict=True):
+        assert_same_bytes(one, other)

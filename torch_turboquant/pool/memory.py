@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
+from torch_turboquant._autograd import lasting
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.format import FORMAT_VERSION
 from torch_turboquant.layer import PagedLayer
@@ -140,6 +141,7 @@ class PoolMemory:
         fingerprint: what stored pages depend on, plain data.
     """
 
+    @lasting()
     def __init__(self, sizes: Sizes, centers: Centers | None, device: torch.device | str) -> None:
         """Takes all memory."""
         self.sizes = sizes
@@ -156,6 +158,7 @@ class PoolMemory:
         self.layers: list[PagedLayer] = []
         self._put_together()
 
+    @lasting()
     def set_centers(self, centers: Centers | None) -> None:
         """Makes new tables; pages that were stored before have no meaning any more."""
         self.tables[:] = self._make_tables(centers)

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from torch_turboquant import _checks
+from torch_turboquant._autograd import lasting
 from torch_turboquant.pool.batch import PoolBatch, PoolSequence, Shape
 from torch_turboquant.pool.books import Books, PoolStatistics
 from torch_turboquant.pool.memory import PoolMemory
@@ -139,7 +140,9 @@ class PoolSequences:
             raise ValueError(f"tokens is {tokens}, supported with max_q_len = 1: seqs ({seqs})")
         shape = Shape(seqs, tokens, self._books.max_pages, with_cu=max_q_len > 1)
         arrays = self._arrays(shape, np.zeros((0, 0), dtype=np.int32), (), ())
-        return PoolBatch(self, max_q_len, self._put(arrays), len(self._memory.layers))
+        with lasting():
+            tensors = self._put(arrays)
+        return PoolBatch(self, max_q_len, tensors, len(self._memory.layers))
 
     def reserve(
         self,

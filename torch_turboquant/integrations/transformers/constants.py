@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_turboquant.integrations.transformers.tensors import lasting, put_together
+from torch_turboquant._autograd import lasting
+from torch_turboquant.integrations.transformers.tensors import put_together
 from torch_turboquant.integrations.transformers.uncompressed import (
     AnyConfig,
     NoTables,

@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from transformers.cache_utils import CacheLayerMixin
 
 from torch_turboquant import _checks
+from torch_turboquant._autograd import lasting
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.eviction import Eviction
 from torch_turboquant.integrations.transformers.compiling import uncompiled
@@ -20,7 +21,7 @@ from torch_turboquant.integrations.transformers.sequences import (
     Step,
     chosen_tokens,
 )
-from torch_turboquant.integrations.transformers.tensors import check_not_meta, fixed, lasting
+from torch_turboquant.integrations.transformers.tensors import check_not_meta, fixed
 from torch_turboquant.integrations.transformers.uncompressed import AnyConfig
 from torch_turboquant.layer import PagedLayer
 from torch_turboquant.ops.cache import allocate_cache, call_store_layers

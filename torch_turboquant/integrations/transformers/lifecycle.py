@@ -30,11 +30,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torch_turboquant._autograd import lasting
 from torch_turboquant.eviction import OBSERVED, kept_tokens
 from torch_turboquant.integrations.transformers.centers import learn, query_energies
 from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
 from torch_turboquant.integrations.transformers.sequences import Forward, Sequences
-from torch_turboquant.integrations.transformers.tensors import lasting, zeros_together
+from torch_turboquant.integrations.transformers.tensors import zeros_together
 
 T = TypeVar("T")
 

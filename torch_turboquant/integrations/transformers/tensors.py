@@ -12,14 +12,6 @@ _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int8", "int32", "i
 _ALIGNED = 256  # bytes, as an allocation of its own would be
 
 
-def lasting() -> torch.inference_mode:
-    """Where memory is made that outlives a forward, as a decorator or in a `with` statement.
-
-    Tensors that are made in inference mode cannot be changed outside of it.
-    """
-    return torch.inference_mode(False)
-
-
 def put_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     """Copies of the host's arrays on a device: one transfer, which waits for nothing.
 
