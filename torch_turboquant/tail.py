@@ -220,8 +220,8 @@ class Counters:
         """Takes over the host's integers; entries behind `pads` have no padding."""
         self.columns.fill_(columns)
         missing = [0] * (len(rings.first) - len(pads))
-        self.pads.copy_(torch.tensor([*pads, *missing], dtype=torch.int32))
-        self.first.copy_(torch.tensor(rings.first, dtype=torch.int32))
+        for counter, numbers in ((self.pads, [*pads, *missing]), (self.first, rings.first)):
+            counter.copy_(torch.tensor(numbers, dtype=torch.int32, device="cpu"))
         self._look_ahead()
 
     def lengths(self, new: int) -> Tensor:

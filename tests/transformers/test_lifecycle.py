@@ -275,6 +275,25 @@ def test_inference_mode_may_come_and_go(form, first, tmp_path):
         one.detach()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_default_device_is_of_no_consequence(form):
+    """Memory and numbers are where the model is, or on the host."""
+    model, ids = make_model(), make_ids(110, 2)
+    found = []
+    for default in ("cpu", "meta"):
+        with torch.device(default):
+            cache = TurboQuantCache.for_model(model, max_batch_size=2, **FORMS[form])
+            logits = feed(model, cache, ids, 80, 1, 9)
+            cache.reorder_cache(torch.tensor([1, 0], device="cpu"))
+            copied = copy.deepcopy(cache)
+            found.append((logits, feed(model, copied, ids[:, :9], 1)))
+            cache.reset()
+            assert torch.equal(feed(model, cache, ids, 80, 1, 9), logits)
+        cache.detach()
+        copied.detach()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("attached", [False, True])
 def test_a_cache_of_another_model(attached):
     """The text is the same whether that model has a cache of its own attached or not."""
