@@ -5,13 +5,13 @@
 
 The idea. transformers asks a cache for keys and values and then calls an attention function with
 them. Handing back decoded keys would rebuild in every step the tensor that the cache exists to
-avoid, so this module replaces both halves: `update` writes new tokens into packed pages, and an
-attention function registered with transformers reads the pages themselves.
+avoid, so this module replaces both halves: `update` hands new tokens on as they are, and an
+attention function registered with transformers stores them in packed pages and reads these.
 
 1. The first forward (the prompt) attends exactly, with the attention that the model had before;
    its keys and values are also encoded into pages.
 2. Every later forward (one new token, a draft, the next turn of a chat) attends through
-   `paged_attention`: codes, plus the exact tail (first and last tokens) of the configuration.
+   `store_and_attend`: codes, plus the exact tail (first and last tokens) of the configuration.
    A long continuation goes piece by piece, so that its result does not depend on how it is cut.
 
 Attaching. A cache attaches itself to its model: the text configuration's attention implementation

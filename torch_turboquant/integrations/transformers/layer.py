@@ -40,8 +40,8 @@ class TurboQuantLayer(CacheLayerMixin):
     values as they came.
 
     In a forward, transformers calls `update` with new keys and values, and then the attention
-    function of binding.py, which asks `take_back` for them. What happens in between to an exact
-    forward's tokens is decided in lifecycle.py.
+    function of binding.py, which asks `take_back` for them and has `attend` store them. What
+    happens to an exact forward's tokens is decided in lifecycle.py.
     """
 
     is_croppable = True
