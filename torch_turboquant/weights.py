@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from torch_turboquant import _checks
-from torch_turboquant._autograd import named_error
+from torch_turboquant._autograd import lasting, named_error
 from torch_turboquant.codebook import GRIDS, Codebook
 from torch_turboquant.format import (
     MULTIPLIER_OFFSET,
@@ -294,7 +294,7 @@ def share_constants(bits: int, grid: str, sub: int, group: int, device: str) -> 
         kind += f" of mode {id(made.fake_mode)}"
     if not hasattr(CONSTANTS, kind):
         form = WeightFormat(bits, grid, sub, group)
-        with torch.inference_mode(False):  # others may use them outside of it
+        with lasting():
             signs, levels = form.signs(group, device), form.levels(group, device)
         vars(CONSTANTS).setdefault(kind, Constants(signs, levels, bits, sub))
     return kind

@@ -40,6 +40,7 @@ class LatentLayer(TurboQuantLayer):
     calls values are keys with RoPE [batch, 1, tokens, rope_dim].
     """
 
+    has_one_call = False
     _weights: Tensor | None = None  # of a `kv_b_proj` that is no plain linear layer
 
     # -- memory
@@ -132,13 +133,6 @@ class LatentLayer(TurboQuantLayer):
         rows = torch.cat([absorbed.to(self.dtype), query[..., nope:].to(self.dtype)], dim=-1)
         out, _ = super().attend(module, rows, key, value, **kwargs)
         return torch.einsum("bshr,hvr->bshv", out, to_values), None
-
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, options: AttentionOptions
-    ) -> Tensor:
-        self.paged.store(k, v, batch)
-        out, _ = self.paged.attend(q, batch, options)
-        return out
 
     def _projections(self, module: nn.Module, heads: int) -> Tensor:
         """W_UK and W_UV of all heads: [heads, nope + v_head_dim, latent_dim].

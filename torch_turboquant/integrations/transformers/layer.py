@@ -45,6 +45,7 @@ class TurboQuantLayer(CacheLayerMixin):
     """
 
     is_croppable = True
+    has_one_call = True  # whether an op stores and attends at once
     config: Any  # an AnyConfig
     paged: Any  # once there is memory: a PagedLayer, or what a subclass has in its place
 
@@ -355,7 +356,7 @@ class TurboQuantLayer(CacheLayerMixin):
         One call of both reads all of its tokens as they are. That is right where the exact tail has
         them, too. Otherwise a token would be exact or not by what else is in its call.
         """
-        if batch.max_q_len <= self.config.recent_window:
+        if self.has_one_call and batch.max_q_len <= self.config.recent_window:
             out, _ = self.paged.store_and_attend(q, k, v, batch, options)
         else:
             self.paged.store(k, v, batch)
