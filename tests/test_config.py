@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,6 +55,45 @@ def test_names_of_other_packages():
             tt.preset(name, 128)
         with pytest.raises(ValueError, match=f"no preset '{name}', because .* of latents 'k8'"):
             tt.latent_preset(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "head_dim",
+        "key_bits",
+        "value_bits",
+        "page_size",
+        "search",
+        "sink_tokens",
+        "recent_window",
+        "seed",
+    ],
+)
+@pytest.mark.parametrize("value", [2.5, "64", True, None])
+def test_sizes_are_whole_numbers(name, value):
+    good = {"head_dim": 64, "key_bits": 4, "value_bits": 4}
+    with pytest.raises(ValueError, match=f"{name} is {value!r}, which is no whole number"):
+        CacheConfig(**{**good, name: value})
+    if name in ("page_size", "recent_window"):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}, which is no whole number"):
+            tt.LatentConfig(512, 64, 4, **{name: value})
+    assert CacheConfig(**{**good, "seed": np.int64(3)}).seed == 3
+    with pytest.raises(ValueError, match=r"layer is 1\.5, which is no whole number"):
+        tt.make_tables(CacheConfig(**good), 1.5)
+
+
+def test_caches_that_cannot_be():
+    keys, latents = CacheConfig(64, 4, 4), tt.LatentConfig(512, 64, 4)
+    with pytest.raises(TypeError, match="config must be a CacheConfig, got LatentConfig"):
+        tt.allocate_cache(latents, 3, 2)
+    with pytest.raises(TypeError, match="config must be a LatentConfig, got CacheConfig"):
+        tt.allocate_latent_cache(keys, 3)
+    for pages, text in ((-1, "num_pages is -1, supported: 0"), ("a", "num_pages is 'a', which")):
+        with pytest.raises(ValueError, match=text):
+            tt.allocate_cache(keys, pages, 2)
+        with pytest.raises(ValueError, match=text):
+            tt.allocate_latent_cache(latents, pages)
 
 
 def test_defaults():

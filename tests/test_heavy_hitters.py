@@ -243,6 +243,99 @@ def test_a_pool_without_room_for_copies_changes_nothing(device):
     assert (seq.length, pool.page_numbers(seq)) == (48, before[1])
 
 
+def due(pool, hitters):
+    seq = fill(pool, 46, 1)
+    for i in range(2):
+        step(pool, [seq], hitters, 20 + 3 * i)
+    return seq
+
+
+def test_a_sequence_that_is_named_twice(device):
+    pool = pool_of(device)
+    hitters = tt.HeavyHitters(pool, 40, interval=8, window=2, keep_last=4)
+    seq = due(pool, hitters)
+    twin = pool.fork(seq)
+    before = pool.statistics(), [pool.load(layer, twin) for layer in range(LAYERS)]
+    with pytest.raises(ValueError, match="a sequence is there twice"):
+        hitters.evict([seq, seq])
+    assert pool.statistics() == before[0] and seq.length == 48
+    assert hitters.evict([seq]) == [seq]
+    for layer in range(LAYERS):
+        for old, new in zip(before[1][layer], pool.load(layer, twin), strict=True):
+            assert_same_bytes(new, old)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failure_in_the_middle(failing, device, monkeypatch):
+    """A sequence whose layers hold different tokens is nobody's."""
+    pool = pool_of(device)
+    hitters = tt.HeavyHitters(pool, 40, interval=8, window=2, keep_last=4)
+    seq = due(pool, hitters)
+    twin = pool.fork(seq)
+    before = [pool.load(layer, twin) for layer in range(LAYERS)]
+    calls, move = [], compaction.cache_move
+
+    def fails(*args):
+        calls.append(args)
+        if len(calls) == failing:
+            raise torch.OutOfMemoryError("no memory")
+        move(*args)
+
+    monkeypatch.setattr(compaction, "cache_move", fails)
+    with pytest.raises(RuntimeError, match="no memory" if failing == 1 else "were freed: no mem"):
+        hitters.evict([seq])
+    monkeypatch.undo()
+    if failing == 1:
+        assert seq.length == 48 and hitters.evict([seq]) == [seq]
+    else:
+        with pytest.raises(RuntimeError, match="this sequence was freed"):
+            pool.load(0, seq)
+    for layer in range(LAYERS):
+        for old, new in zip(before[layer], pool.load(layer, twin), strict=True):
+            assert_same_bytes(new, old)
+    for one in {twin, seq} if failing == 1 else {twin}:
+        pool.free(one)
+    assert pool.free_pages == pool.num_pages
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_whatever_the_defaults_are(dtype, device):
+    """Engines set the dtype of the model, and its device, while they work."""
+    pool = pool_of(device)
+    hitters = tt.HeavyHitters(pool, 40, interval=8, window=2, keep_last=4)
+    seq, like = due(pool, hitters), due(pool, hitters)
+    torch.set_default_dtype(dtype)
+    torch.set_default_device("meta")
+    try:
+        assert hitters.evict([seq]) == [seq]
+        kept = [torch.arange(20, device=device).repeat(1, HEADS, 1) for _ in range(LAYERS)]
+        pool.compact([seq], kept)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert hitters.evict([like]) == [like]
+    pool.compact([like], kept)
+    for layer in range(LAYERS):
+        for one, other in zip(pool.load(layer, seq), pool.load(layer, like), strict=True):
+            assert_same_bytes(one, other)
+
+
+def test_queries_with_gradients(device):
+    """Whoever observes with gradients on keeps no graph."""
+    pool = pool_of(device)
+    hitters = tt.HeavyHitters(pool, 40, interval=8, window=2, keep_last=4)
+    seq = fill(pool, 46, 1)
+    for _ in range(2):
+        with pool.reserve([seq]) as batch:
+            for layer in range(LAYERS):
+                q, k, v = (tokens(1, 20 + j, device, n)[layer] for j, n in enumerate((4, 2, 2)))
+                pool.store(layer, k, v, batch)
+                _, lse = pool.attend(layer, q, batch)
+                hitters.observe(layer, q.requires_grad_(), lse, batch)
+    assert not any(kept.requires_grad for kept in hitters._q)
+    assert hitters.evict([seq]) == [seq]
+
+
 def test_rows_of_a_former_sequence_have_no_meaning(device):
     pool = pool_of(device, max_seqs=1)
     hitters = tt.HeavyHitters(pool, 40, interval=8, window=4, keep_last=4)
@@ -303,6 +396,9 @@ def test_numbers_that_do_not_fit():
         ({"budget": 0}, "budget is 0"),
         ({"window": 9}, "window is 9, supported: up to the interval of 8"),
         ({"decay": 1.5}, "decay is 1.5, supported: 0 to 1"),
+        ({"interval": 8.5}, "interval is 8.5, which is no whole number"),
+        ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
+        ({"soft_cap": -1.0}, "soft_cap is -1.0"),
         ({"budget": 22}, "budget is 22, supported: more than the 2 sinks and the 20 last tokens"),
     ):
         given = {"budget": 40, "interval": 8, "window": 4, "keep_last": 20, **changes}

@@ -53,7 +53,9 @@ def test_layers_by_name_win_over_the_boundary():
 @pytest.mark.parametrize("match, options", [
     ("unknown preset 'k9'; the presets are k8v8", {"boundary_preset": "k9"}),
     ("unknown preset 'k9'", {"layer_presets": {0: "k9"}}),
-    ("boundary_layers must be 0 or more, got -1", {"boundary_layers": -1}),
+    ("boundary_layers is -1, supported: 0 and more", {"boundary_layers": -1}),
+    ("boundary_layers is 1.5, which is no whole number", {"boundary_layers": 1.5}),
+    ("a layer of layer_presets is '0', which is no whole", {"layer_presets": {"0": "k8v8"}}),
     ("names layer 5, the model has 5", {"layer_presets": {5: "k4v4"}}),
     ("names layer -6", {"layer_presets": {-6: "k4v4"}}),
     ("names layer 4 twice", {"layer_presets": {4: "k4v4", -1: "k8v8"}}),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -184,7 +185,22 @@ def check_bits(bits: int, supported: tuple[int, ...], name: str = "bits") -> Non
         raise ValueError(f"{name} is {bits}, supported: {', '.join(map(str, supported))}")
 
 
+def check_whole(**numbers: Any) -> None:
+    """Counts and sizes. (4.0 is 4 to Python and True is 1, but neither is a size.)"""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int | np.integer | torch.SymInt):
+            raise ValueError(f"{name} is {number!r}, which is no whole number")
+
+
+def check_count(**numbers: int) -> None:
+    check_whole(**numbers)
+    for name, number in numbers.items():
+        if number < 0:
+            raise ValueError(f"{name} is {number}, supported: 0 and more")
+
+
 def check_positive(**numbers: int) -> None:
+    check_whole(**numbers)
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name} is {number}, supported: 1 and more")

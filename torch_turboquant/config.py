@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from torch_turboquant._checks import check_whole
 from torch_turboquant.format import Record
 from torch_turboquant.ops.codec import SCALE_MODES
 
@@ -46,6 +47,11 @@ class PackedConfig:
             raise ValueError(f"{kind}grid must be 'uniform' for 8 bits, got {grid!r}")
         if mode not in SCALE_MODES:
             raise ValueError(f"{kind}scale_mode must be one of {tuple(SCALE_MODES)}, got {mode!r}")
+
+    def _check_whole(self, *sizes: str) -> None:
+        """Before anything is computed from them."""
+        names = (*sizes, "page_size", "search", "sink_tokens", "recent_window", "seed")
+        check_whole(**{name: getattr(self, name) for name in names})
 
     def _check_numbers(self) -> None:
         if not 1 <= self.search <= MAX_SEARCH:
@@ -107,6 +113,7 @@ class CacheConfig(PackedConfig):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._check_whole("head_dim", "key_bits", "value_bits")
         self.record  # noqa: B018  checks head_dim, bits and page_size
         for kind, bits in (("key", self.key_bits), ("value", self.value_bits)):
             self._check_codes(bits, f"{kind}_")

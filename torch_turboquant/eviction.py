@@ -104,8 +104,9 @@ def streaming(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 def random(queries: Tensor, keys: Tensor, values: Tensor, *, seed: int = 0) -> Tensor:
     """Any tokens: what a policy has to beat. Of one seed the same ones on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(keys.shape[:3], generator=generator).to(keys.device)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    scores = torch.rand(keys.shape[:3], generator=generator, dtype=torch.float32, device="cpu")
+    return scores.to(keys.device)
 
 
 POLICIES: dict[str, Policy] = {
@@ -208,7 +209,7 @@ class Eviction:
         queries = queries[:, :, -OBSERVED:]
         if min(lengths) == tokens:
             return self._scores(queries, keys, values)
-        scores = torch.full(keys.shape[:3], -torch.inf, device=keys.device)
+        scores = keys.new_full(keys.shape[:3], -torch.inf, dtype=torch.float32)
         for length in sorted(set(lengths) - {0}):
             rows = torch.tensor([i for i, n in enumerate(lengths) if n == length])
             rows = rows.to(keys.device)

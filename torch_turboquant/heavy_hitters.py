@@ -32,6 +32,7 @@ from torch import Tensor
 
 from torch_turboquant import _checks
 from torch_turboquant._autograd import lasting
+from torch_turboquant.batch import AttentionOptions
 from torch_turboquant.ops.mass import paged_mass
 from torch_turboquant.pool.batch import PoolBatch, PoolSequence
 from torch_turboquant.pool.pool import PagedKVPool
@@ -84,6 +85,7 @@ class HeavyHitters:
             raise ValueError(f"window is {window}, supported: up to the interval of {interval}")
         if not 0 <= decay <= 1:
             raise ValueError(f"decay is {decay}, supported: 0 to 1")
+        AttentionOptions(softmax_scale=softmax_scale, soft_cap=soft_cap)  # checks them
         config = pool.configs[0]
         ring = 0 if pool.tails is None else pool.tails[0].shape[2] - config.sink_tokens
         self._ring, self._sinks = ring, config.sink_tokens
@@ -139,7 +141,7 @@ class HeavyHitters:
         kept_q, kept_lse, _ = self._buffers(layer, q)
         for kept, new in ((kept_q, q), (kept_lse, lse)):
             part = new if tokens is None else new.index_select(0, tokens)
-            kept.flatten(0, 1).index_copy_(0, place, part)
+            kept.flatten(0, 1).index_copy_(0, place, part.detach())
 
     def _watch(self, batch: PoolBatch) -> _Watched | None:
         """The queries of a step that are kept; None: none."""
@@ -224,7 +226,7 @@ class HeavyHitters:
         numbers = range(len(self._q))
         for layers in (numbers[i : i + LAYERS_AT_ONCE] for i in numbers[::LAYERS_AT_ONCE]):
             size = len(layers), len(due), self.pool.num_kv_heads, int(lengths.max())
-            mass = torch.zeros(size, device=self.pool.device)
+            mass = torch.zeros(size, dtype=torch.float32, device=self.pool.device)
             for of_layer, layer in zip(mass, layers, strict=True):
                 self._add_masses(of_layer, layer, asked, owners)
             flat = mass.flatten(0, 1)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_turboquant import _checks
 from torch_turboquant.codebook import Codebook
 from torch_turboquant.config import (
     NAMED_PRESETS,
@@ -82,6 +83,7 @@ class LatentConfig(PackedConfig):
     transform: bool = True
 
     def __post_init__(self) -> None:
+        self._check_whole("latent_dim", "rope_dim", "bits")
         self.record  # noqa: B018  checks dimensions, bits and page_size
         self._check_codes(self.bits)
         self._check_numbers()
@@ -262,7 +264,15 @@ def _make_center(center: Tensor, latent_dim: int, device: torch.device | str) ->
 def allocate_latent_cache(
     config: LatentConfig, num_pages: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """An empty cache: uint8 [num_pages, record_bytes], zeros."""
+    """An empty cache: uint8 [num_pages, record_bytes], zeros.
+
+    Raises:
+        TypeError: another config, such as that of keys and values.
+        ValueError: a number that is not whole, or is below 0.
+    """
+    if not isinstance(config, LatentConfig):
+        raise TypeError(f"config must be a LatentConfig, got {type(config).__name__}")
+    _checks.check_count(num_pages=num_pages)
     return torch.zeros(num_pages, config.record_bytes, dtype=torch.uint8, device=device)
 
 

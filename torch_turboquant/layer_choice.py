@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from torch_turboquant._checks import check_count, check_whole
 from torch_turboquant.config import CacheConfig, find_preset
 
 SHARED_FIELDS = ("head_dim", "page_size", "sink_tokens", "recent_window")
@@ -46,8 +47,7 @@ def layer_configs(
             a CacheConfig that differs from base in a field of SHARED_FIELDS.
     """
     count = len(windows)
-    if boundary_layers < 0:
-        raise ValueError(f"boundary_layers must be 0 or more, got {boundary_layers}")
+    check_count(boundary_layers=boundary_layers)
     configs = [base] * count
     at_boundary = _with_preset(base, boundary_preset)  # a wrong name is refused even if unused
     if boundary_layers:
@@ -91,6 +91,7 @@ def choices_by_layer(
         given = dict(enumerate(given))
     choices = {}
     for layer, choice in given.items():
+        check_whole(**{"a layer of layer_presets": layer})
         if not -count <= layer < count:
             raise ValueError(f"layer_presets names layer {layer}, the model has {count} layers")
         if layer % count in choices:

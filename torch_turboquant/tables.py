@@ -53,6 +53,7 @@ def make_tables(
         ValueError: a center of another shape, scales that are not positive and finite, or codebooks
             that the config's grids do not have.
     """
+    _checks.check_whole(layer=layer)
     d = config.head_dim
     keys = Codebook.make(d, config.key_bits, config.key_grid)
     values = Codebook.make(d, config.value_bits, config.value_grid)

@@ -150,6 +150,9 @@ def test_errors_come_before_anything_is_written():
     refuse(ValueError, "41 tokens do not fit into max_seq_len=40", pool.reserve, [a], 21)
     refuse(ValueError, "length is 21, supported: 0 to 20", pool.truncate, a, 21)
     refuse(ValueError, "length is -1", pool.truncate, a, -1)
+    for wrong in (1.5, True, "1", [1.5], "12"):
+        refuse(ValueError, "which is no whole number", pool.reserve, [a], wrong)
+    refuse(ValueError, "length is True, which is no whole", pool.truncate, a, True)
     refuse(ValueError, "layer is 2, supported: 0 to 1", pool.load, 2, a)
 
     # values of the last layer are wrong: nothing is written in the first one either

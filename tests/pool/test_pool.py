@@ -112,6 +112,8 @@ def test_pools_that_are_refused():
         "max_seqs is 0": {"max_seqs": 0},
         "max_seq_len is 0": {"max_seq_len": 0},
         "max_q_len is 0": {"max_q_len": 0},
+        "num_kv_heads is 2.5, which is no whole": {"num_kv_heads": 2.5},
+        "num_layers is 2.0, which is no whole": {"num_layers": 2.0},
         "1 configs for 2 layers": {"config": [CONFIG]},
         r"one page_size, got \[16, 32\]": {"config": [CONFIG, tt.preset("k4v4", D)]},
         r"one sink_tokens, got \[0, 2\]": {"config": [CONFIG, NO_TAIL]},

@@ -66,6 +66,17 @@ def test_a_sequence_moves_to_another_pool(device):
         small.free(short)
 
 
+def test_exported_tensors_with_gradients():
+    """The pool's memory takes none."""
+    pool = make_pool()
+    seq = filled(pool, 37)[0]
+    exported = pool.export(seq)
+    exact = tuple(x.clone().requires_grad_() for x in exported.exact)
+    copy = pool.adopt(dataclasses.replace(exported, exact=exact))
+    assert not any(tail.requires_grad for tail in pool.tails)
+    assert_same_results(step(pool, [copy], [[100]]), step(pool, [seq], [[100]]))
+
+
 def test_equal_sequences_are_exported_equal():
     """Whatever the pages held before: no byte of another sequence leaves the pool."""
     pool = make_pool()

@@ -40,7 +40,15 @@ from torch_turboquant.tail import Tail
 def allocate_cache(
     config: CacheConfig, num_pages: int, num_kv_heads: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """An empty cache: uint8 [num_pages, num_kv_heads, record_bytes], zeros."""
+    """An empty cache: uint8 [num_pages, num_kv_heads, record_bytes], zeros.
+
+    Raises:
+        TypeError: another config, such as that of latents.
+        ValueError: numbers that are not whole, or are below 0.
+    """
+    if not isinstance(config, CacheConfig):
+        raise TypeError(f"config must be a CacheConfig, got {type(config).__name__}")
+    _checks.check_count(num_pages=num_pages, num_kv_heads=num_kv_heads)
     return torch.zeros(
         num_pages, num_kv_heads, config.record_bytes, dtype=torch.uint8, device=device
     )
@@ -195,7 +203,8 @@ def cache_store_layers(
         caches: of each layer, as in cache_store; written. No two share memory.
         slot_mapping: int32 or int64 [batch * new], for all layers.
         config: of all caches.
-        tables: of each layer.
+        tables: of each layer. Levels and steps, which follow from the config, are taken from the
+            first one for all layers.
         tails: of each layer, with the same slots and rings of their own; empty: none.
         seq_lens, cu_seqlens_q: as in cache_store, for all layers.
 
@@ -395,18 +404,17 @@ def _stored_config(a: SimpleNamespace, k: Tensor, has_tail: bool) -> CacheConfig
 @torch.library.register_fake("turboquant::cache_store_layers")
 def _cache_store_layers_fake(*given: Any, **named: Any) -> None:
     a = checks.raw_arguments("cache_store_layers", given, named)
-    if not a.k:
-        return
     with _checks.of_fake():
+        for name in ("v", "caches", "key_signs", "value_signs"):
+            _check_count(name, getattr(a, name), len(a.k))
+        for name in ("centers", "tails"):
+            if items := getattr(a, name):
+                _check_count(name, items, len(a.k))
+        if not a.k:
+            return
         _checks.check_vectors("k", a.k[0], 4)
         config = _stored_config(a, a.k[0], bool(a.tails))
         centers = a.centers or [None] * len(a.k)
-        for name, items in (
-            ("key_signs", a.key_signs),
-            ("value_signs", a.value_signs),
-            ("centers", centers),
-        ):
-            _check_count(name, items, len(a.k))
         tables = [
             checks.raw_tables(a, key_signs=keys, value_signs=values, center=center)
             for keys, values, center in zip(a.key_signs, a.value_signs, centers, strict=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torch_turboquant._checks import check_whole
 from torch_turboquant.pool.batch import PoolBatch, PoolSequence
 from torch_turboquant.tail import Rings
 
@@ -168,6 +169,13 @@ class Books:
         if seq._batch is not None:
             raise RuntimeError("this sequence is in an open batch: commit it or roll it back first")
 
+    def check_each(self, sequences: Sequence[PoolSequence]) -> None:
+        """Sequences that are going to change, each once."""
+        for seq in sequences:
+            self.check_idle(seq)
+        if len(set(map(id, sequences))) < len(sequences):
+            raise ValueError("a sequence is there twice")
+
     def check_length(self, length: int) -> None:
         if self.limit is not None and length > self.limit:
             raise ValueError(f"{length} tokens do not fit into max_seq_len={self.limit}")
@@ -280,13 +288,11 @@ class Books:
         counts = counts_of(sequences, new_tokens)
         if len(counts) != len(sequences):
             raise ValueError(f"new_tokens has {len(counts)} numbers for {len(sequences)} sequences")
+        self.check_each(sequences)
         for seq, n in zip(sequences, counts, strict=True):
-            self.check_idle(seq)
             if n < 1:
                 raise ValueError(f"new_tokens holds {n}, supported: 1 and more")
             self.check_length(seq._length + n)
-        if len(set(map(id, sequences))) < len(sequences):
-            raise ValueError("a sequence is there twice")
         return sequences, counts
 
     def new_pages(self, plan: Plan) -> NewPages:
@@ -452,6 +458,8 @@ def counts_of(
     sequences: Sequence[PoolSequence], new_tokens: int | Sequence[int]
 ) -> tuple[int, ...]:
     """New tokens of each sequence; one number counts for all."""
-    if isinstance(new_tokens, (int, np.integer)):
-        new_tokens = [new_tokens] * len(sequences)
-    return tuple(int(n) for n in new_tokens)
+    counts = new_tokens if isinstance(new_tokens, Iterable) else [new_tokens] * len(sequences)
+    counts = list(counts)
+    for n in counts:
+        check_whole(new_tokens=n)
+    return tuple(int(n) for n in counts)

@@ -50,6 +50,8 @@ def move(
 
     Raises:
         PoolExhausted: too few free pages for copies of shared ones; nothing has changed.
+        RuntimeError: an error after the tokens of some layers were moved. The sequences are freed
+            then, since their layers no longer hold the same tokens.
     """
     shared = books.shared_pages(sequences, length)
     copies = books.top(len(shared), len(shared) * books.page_size)
@@ -64,18 +66,28 @@ def move(
     for row, seq in zip(tables, sequences, strict=True):
         row[: seq._num_pages] = books.pages(seq)
     table, end = memory.put(tables), memory.put(lengths)[:, None, None]
-    layers = iter(memory.layers)
-    for source, target in moves:
-        slots = [
-            _slots(table, position, end, books.page_size).masked_fill(source < 0, -1)
-            for position in (source, target)
-        ]
-        sources, targets = (x.transpose(1, 2).flatten(2).contiguous() for x in slots)
-        for of_layer in zip(sources, targets, strict=True):
-            layer = next(layers)
-            cache_move(layer.pages, *of_layer, layer.config)
-    for tail in memory.tails or ():
-        _turn_rings(tail, books, sequences, length, memory)
+    layers, begun = iter(memory.layers), False
+    try:
+        for source, target in moves:
+            slots = [
+                _slots(table, position, end, books.page_size).masked_fill(source < 0, -1)
+                for position in (source, target)
+            ]
+            sources, targets = (x.transpose(1, 2).flatten(2).contiguous() for x in slots)
+            for of_layer in zip(sources, targets, strict=True):
+                layer = next(layers)
+                cache_move(layer.pages, *of_layer, layer.config)
+                begun = True
+        for tail in memory.tails or ():
+            _turn_rings(tail, books, sequences, length, memory)
+    except BaseException as error:
+        if not begun:
+            raise
+        for seq in sequences:
+            books.remove(seq)
+        raise RuntimeError(
+            f"moving tokens failed after some layers, so their sequences were freed: {error}"
+        ) from error
     for seq in sequences:
         books.close_up(seq, length)
 
@@ -90,10 +102,7 @@ def _checked(
     """Checks a call. Returns the length that all sequences get."""
     if not sequences:
         raise ValueError("no sequences, supported: 1 and more")
-    for seq in sequences:
-        books.check_idle(seq)
-    if len(set(map(id, sequences))) < len(sequences):
-        raise ValueError("a sequence is there twice")
+    books.check_each(sequences)
     if len(kept) != len(memory.layers):
         raise ValueError(f"kept is of {len(kept)} layers, expected {len(memory.layers)}")
     shape = (len(sequences), memory.sizes.num_kv_heads, None)
@@ -125,7 +134,7 @@ def _check_values(
             raise RuntimeError(f"kept holds positions outside 0 to {end - 1}")
         if (ordered[:, 1:] == ordered[:, :-1]).any():
             raise RuntimeError("kept has a position twice")
-        if (of_seq[:, :sinks] != torch.arange(sinks)).any():
+        if (of_seq[:, :sinks] != torch.arange(sinks, device=of_seq.device)).any():
             raise RuntimeError(f"kept must begin with the positions of the {sinks} sinks")
 
 

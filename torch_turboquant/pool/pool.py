@@ -347,7 +347,8 @@ class PagedKVPool(PoolSequences):
             PoolExhausted: too few free pages for copies of shared ones; nothing has changed.
             RuntimeError: a sequence that was freed or is in an open batch; positions that are out
                 of range or twice there, or sinks elsewhere (checked on the CPU; on CUDA such a
-                token is left out, and its slot keeps what it has).
+                token is left out, and its slot keeps what it has); a device without memory for the
+                work: if some layers were done by then, the sequences are freed.
             TypeError, ValueError: tensors of another dtype, shape or device; a sequence of another
                 pool or twice; more tokens than there are.
         """
@@ -363,8 +364,7 @@ class PagedKVPool(PoolSequences):
     ) -> None:
         """compact by lists of what moves in all layers, for callers that know them."""
         with self._lock:
-            for seq in sequences:
-                self._books.check_idle(seq)
+            self._books.check_each(sequences)
             move(self._memory, self._books, sequences, length, [(sources, targets)])
 
     def tables_of(self, sequences: Sequence[PoolSequence]) -> tuple[Tensor, Tensor]:

@@ -101,6 +101,7 @@ class PoolSequences:
         """
         with self._lock:
             self._books.check_idle(seq)
+            _checks.check_whole(length=length)
             if not 0 <= length <= seq._length:
                 raise ValueError(f"length is {length}, supported: 0 to {seq._length}")
             self._books.cut(seq, length)

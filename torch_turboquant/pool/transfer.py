@@ -232,14 +232,14 @@ def adopt_sequence(
     for mine, part in zip(memory.pages, exported.pages, strict=True):
         if len(missing) < len(numbers):
             part = part[torch.from_numpy(missing).to(part.device)]
-        mine.index_copy_(0, chosen, part.to(memory.device, non_blocking=True))
+        mine.index_copy_(0, chosen, part.detach().to(memory.device, non_blocking=True))
     if memory.tails is not None:
         sinks, rows = min(length, rings.sinks), rings.rows(length, first)
         on = memory.put(rows)
         for tail, part in zip(memory.tails, exported.exact, strict=True):
             recent = part[:, part.shape[1] - (len(rows) - sinks) :]
             part = torch.cat([part[:, :sinks], recent], dim=1)
-            tail[row].index_copy_(1, on, part.to(memory.device, non_blocking=True))
+            tail[row].index_copy_(1, on, part.detach().to(memory.device, non_blocking=True))
     return books.add_filled(numbers, missing, length, exported.dropped, first)
 
 
