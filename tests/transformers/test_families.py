@@ -6,6 +6,7 @@ function that quantises the keys and values it is given and attends in float64, 
 the model itself has made. Families that a version of transformers does not have are skipped.
 """
 
+import copy
 import re
 
 import pytest
@@ -155,6 +156,30 @@ def test_hybrid_models(family):
             model(ids[:, :1], past_key_values=cache)
         cache.reset()
         feed(model, cache, ids, 80)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_batches_of_another_size_after_a_reset(family, static):
+    """States are of the batch; who is reset may read the next prompt with another one."""
+    model, ids = make_family(family, SUPPORTED[family]), make_ids(85, 4)
+    options = {"max_batch_size": 4, "max_cache_len": 100, "static": static}
+    fresh = {}
+    for batch in (1, 2, 4):
+        with TurboQuantCache.for_model(model, "k4v4", **options) as cache:
+            fresh[batch] = feed(model, cache, ids[:batch], 80, *[1] * 5)
+    with TurboQuantCache.for_model(model, "k4v4", **options) as cache:
+        for batch in (4, 1, 2, 2, 4):
+            assert torch.equal(feed(model, cache, ids[:batch], 80, *[1] * 5), fresh[batch])
+            cache.reset()
+        feed(model, cache, ids[:2], 80)
+        cache.reorder_cache(torch.tensor([1]))
+        cache.reset()
+        assert torch.equal(feed(model, cache, ids[:2], 80, *[1] * 5), fresh[2])
+        twin = copy.deepcopy(cache)
+        for one in (twin, cache):
+            one.reset()
+            assert torch.equal(feed(model, one, ids[:1], 80, *[1] * 5), fresh[1])
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

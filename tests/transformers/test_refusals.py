@@ -226,7 +226,11 @@ def test_options_that_are_refused():
         "unknown preset": {"preset": "k9v9"},
         "config.head_dim is 64": {"config": CacheConfig(64, 4, 4)},
         "belong into the CacheConfig": {"config": CacheConfig(32, 4, 4), "page_size": 16},
-        "must be positive": {"max_q_len": 0},
+        "max_q_len is 0, supported: 1 and more": {"max_q_len": 0},
+        "max_q_len is 4.0, which is no whole": {"max_q_len": 4.0},
+        "max_batch_size is '4', which is no whole": {"max_batch_size": "4"},
+        "max_cache_len is 100.5, which is no whole": {"max_cache_len": 100.5},
+        "recent_window is 8.5, which is no whole": {"recent_window": 8.5},
         "one tensor for each of 3 layers": {"center": [torch.zeros(2, 32)]},
     }.items():
         with pytest.raises(ValueError, match=match):
@@ -392,8 +396,9 @@ def test_selecting_sequences_that_are_not_there():
         feed(model, cache, ids[:, :80])
         expected = feed(model, cache, ids[:, 80:])
         cache.crop(-10)
-        with pytest.raises(ValueError, match="sequence 2 of 2"):
-            cache.reorder_cache(torch.tensor([0, 2]))
+        for row in (2, -1):
+            with pytest.raises(ValueError, match=f"there is no sequence {row}: the cache has 2"):
+                cache.reorder_cache(torch.tensor([0, row]))
         with pytest.raises(ValueError, match="4 sequences do not fit into max_batch_size=2"):
             cache.batch_repeat_interleave(2)
         cache.reorder_cache(torch.tensor([0, 1]))

@@ -90,6 +90,33 @@ def test_caches_of_other_models(name, tokens):
             check_goes_on(model, cache, twin, ids[:, tokens:], 7, *[1] * 10, 50, 1, 1)
 
 
+@pytest.mark.parametrize("window", [20, 45, 4096])
+@pytest.mark.parametrize("stored", [90, 140])
+@pytest.mark.parametrize("options", [{}, {"max_cache_len": 300}])
+def test_windows_of_sequences_that_were_cut(window, stored, options):
+    """A loaded cache may have fewer pages than one that has held more tokens before."""
+    model, ids = make_model("mistral", sliding_window=window), make_ids(220)
+    rows = {"page_size": 16, "max_q_len": 32}
+    for cut in (1, 9, 17, 31):
+        left = stored - cut
+        with TurboQuantCache.for_model(model, "k4v4", **rows, **options) as cache:
+            feed(model, cache, ids[:, :stored], 70, 20, *[10] * ((stored - 90) // 10))
+            cache.crop(-cut)
+            for room in ({}, {"max_cache_len": 300}, {"max_cache_len": left + 60}):
+                with through_a_file(cache, model, **room) as twin:
+                    twins = copy.deepcopy(cache)
+                    check_goes_on(model, twins, twin, ids[:, left : left + 50], 1, *[7] * 7)
+            with through_a_file(cache, model) as twin:  # what it cannot take back stays refused
+                outcomes = []
+                for one in (cache, twin):
+                    try:
+                        one.crop(-(left - 40))
+                        outcomes.append("taken back")
+                    except RuntimeError as error:
+                        outcomes.append(str(error)[:60])
+                assert outcomes[1] == outcomes[0]
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "jamba", "nemotron_h"])
 def test_caches_of_hybrid_models(family):
     model, ids = make_family(family, SUPPORTED[family]), make_ids(110)
@@ -197,7 +224,7 @@ def test_loaded_with_more_room():
                 ("90 tokens do not fit into max_cache_len=80", {"max_cache_len": 80}),
                 ("4 sequences do not fit into max_batch_size=3", {"max_batch_size": 3}),
                 ("4 sequences do not fit into max_batch_size=0", {"max_batch_size": 0}),
-                ("max_cache_len must be positive", {"max_cache_len": 0}),
+                ("max_cache_len is 0, supported: 1 and more", {"max_cache_len": 0}),
             ):
                 twin.crop(-30)
                 twin.save("twin.safetensors")

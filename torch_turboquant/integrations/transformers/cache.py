@@ -23,7 +23,7 @@ from torch_turboquant.integrations.transformers.binding import Attachable
 from torch_turboquant.integrations.transformers.constants import ConstantsByDevice
 from torch_turboquant.integrations.transformers.latent import LatentLayer
 from torch_turboquant.integrations.transformers.layer import TurboQuantLayer, nbytes
-from torch_turboquant.integrations.transformers.lifecycle import Lifecycle, allocate
+from torch_turboquant.integrations.transformers.lifecycle import Lifecycle, States, allocate
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
     latent_dims,
@@ -92,8 +92,9 @@ class TurboQuantCache(Attachable, Cache):
                 "TurboQuantCache(model, config) takes a model and a CacheConfig; "
                 "TurboQuantCache.for_model(model, preset) makes the CacheConfig itself"
             )
-        if max_batch_size < 1 or max_q_len < 1 or (max_cache_len is not None and max_cache_len < 1):
-            raise ValueError("max_batch_size, max_q_len and max_cache_len must be positive")
+        _checks.check_positive(max_batch_size=max_batch_size, max_q_len=max_q_len)
+        if max_cache_len is not None:
+            _checks.check_positive(max_cache_len=max_cache_len)
         if static and max_cache_len is None:
             raise ValueError("a static cache needs its max_cache_len")
         eviction = Eviction(keep, evict, config.sink_tokens, config.recent_window)
@@ -156,11 +157,11 @@ class TurboQuantCache(Attachable, Cache):
             of_layer = replace(eviction, seed=index)
             layers[index] = kind(index, config, self.sequences, constants, windows[index], of_layer)
         self.packed = [layer for layer in layers if isinstance(layer, TurboQuantLayer)]
-        self.lifecycle = Lifecycle(self.sequences, self.packed)
+        self.states = [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
+        self.lifecycle = Lifecycle(self.sequences, self.packed, States(self.states))
         if max_cache_len is not None and not static and device.type != "meta":
             self._allocate(model)
         self.made_for = centers.fingerprint(model)
-        self.states = [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
         super().__init__(layers=layers)
         self.attach(model)
 
@@ -385,11 +386,12 @@ class TurboQuantCache(Attachable, Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences `indices` (integers or a mask), in this order."""
-        self._select(torch.arange(self.sequences.batch)[indices.cpu()])
+        self._select(torch.arange(self.sequences.batch, device="cpu")[indices.cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times, copies side by side."""
-        self._select(torch.arange(self.sequences.batch).repeat_interleave(repeats))
+        rows = torch.arange(self.sequences.batch, device="cpu")
+        self._select(rows.repeat_interleave(repeats))
 
     def _select(self, rows: Tensor) -> None:
         rows = rows.cpu().long()
@@ -401,13 +403,14 @@ class TurboQuantCache(Attachable, Cache):
             )
         if chosen == list(range(sequences.batch)):
             return
-        if max(chosen) >= sequences.batch:
-            raise ValueError(f"sequence {max(chosen)} of {sequences.batch}")
+        if wrong := [row for row in chosen if not 0 <= row < sequences.batch]:
+            raise ValueError(f"there is no sequence {wrong[0]}: the cache has {sequences.batch}")
         with self.lifecycle.exclusive:
             for layer in self.packed:
                 layer.select_rows(rows)
             for layer in self.states:
                 layer.reorder_cache(rows)
+            self.lifecycle.states.rows = len(chosen)
             sequences.select(chosen)
 
     # -- what it holds

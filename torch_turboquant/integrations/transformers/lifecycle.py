@@ -21,6 +21,7 @@ object (cache.py) know this module.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -96,16 +97,37 @@ class Exclusive:
         return Exclusive, ()  # a copy is another cache's
 
 
+class States:
+    """The layers that have a state instead of keys and values, those of transformers.
+
+    When such a layer is reset it keeps its tensors, because graphs know their addresses. They fit
+    a batch of the same size only.
+    """
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+        self.rows = 0  # sequences of the states; 0: there are none yet
+        self._fresh = copy.deepcopy(layers)
+
+    def begin(self, batch: int) -> None:
+        """A first prompt of so many sequences."""
+        if self.rows not in (0, batch):
+            for layer, fresh in zip(self.layers, copy.deepcopy(self._fresh), strict=True):
+                vars(layer).clear()
+                vars(layer).update(vars(fresh))
+        self.rows = batch
+
+
 class Lifecycle:
     """The forwards of one cache, one at a time."""
 
-    def __init__(self, sequences: Sequences, layers: list[TurboQuantLayer]) -> None:
-        self.sequences, self.layers = sequences, layers
+    def __init__(self, sequences: Sequences, layers: list[TurboQuantLayer], states: States) -> None:
+        self.sequences, self.layers, self.states = sequences, layers, states
         self.pending: list[Pending] = []
         self.exclusive = Exclusive()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Lifecycle, (self.sequences, self.layers)
+        return Lifecycle, (self.sequences, self.layers, self.states)
 
     @property
     def exact(self) -> bool:
@@ -117,6 +139,8 @@ class Lifecycle:
         if self.pending:  # of a forward that was interrupted where nobody could tell
             self.pending = []
         self.sequences.begin(batch, new, attention_mask, position_ids)
+        if self.states.layers and not self.sequences.batch:
+            self.states.begin(batch)
 
     def attended(
         self,

@@ -579,6 +579,7 @@ def _fill(
     if not sequences.max_len:
         for thinned, places in sequences.places.items():
             places.grow(max(sequences.lengths(thinned)), begun=False)
+    sequences.restore_windows()
     for layer in cache.packed:
         if saved.encoded and sequences.learned_center:
             layer.take_center(_read_center(layer, saved, tensor))
@@ -590,6 +591,7 @@ def _fill(
             layer.waiting = _read_waiting(layer, tensor)
     for index, state in saved.states.items():
         _restore_state(cache.layers[index], index, state, tensor, devices)
+    cache.lifecycle.states.rows = batch
     sequences.push()
 
 

@@ -500,6 +500,32 @@ class Sequences:
                         f"to {length}"
                     )
 
+    def restore_windows(self) -> None:
+        """Counts again up to which tokens were stored, for layers with windows.
+
+        For a cache that comes from a file. The count says with the number of pages which tokens
+        are gone, and this cache may have fewer pages than the one that was saved, which had enough
+        for all that it had ever stored, or for the window.
+        """
+        places, size = self.places[False], self.config.page_size
+        lengths = self.lengths()
+        gone = {  # by window: pages of each sequence
+            window: [max(0, math.ceil(n / size) - self.pages_of_window(window)) for n in stored]
+            for window in self.windows
+            for stored in [places.stored[: len(lengths)]]
+        }
+        if not self.max_len:  # then pages may come, but not what is gone
+            for window, pages in gone.items():
+                if any(pages):
+                    places.grow(self.pages_of_window(window) * size, begun=False)
+        for row, length in enumerate(lengths):
+            ends = [
+                (pages[row] + self.window_pages(window) - 1) * size + 1
+                for window, pages in gone.items()
+                if pages[row]
+            ]
+            places.stored[row] = max(length, *ends) if ends else length
+
     def _forget_stored(self) -> None:
         for places in self.places.values():
             places.forget()
@@ -524,6 +550,8 @@ class Sequences:
         `generate` cuts as many tokens off a prompt as the cache holds. What is left of one that is
         no longer than that is nothing, or its tail, whose positions give it away.
         """
+        if new == 0 and not self.batch:
+            raise ValueError("the prompt has no tokens")
         if new > 1 and self.batch and isinstance(position_ids, Tensor) and position_ids.dim() == 2:
             if is_dynamo_compiling() or (self.stepping and position_ids.is_cuda):
                 return  # steps do not wait for the device
