@@ -284,6 +284,44 @@ def test_shared_constants_are_real(monkeypatch):
     assert not shared[layer._kind].signs.is_inference()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
+def test_autocast_as_of_a_linear_layer(given, dtype, device):
+    """Its dtype for activations and bias, the packed weight as it is; nothing without it."""
+    source = linear(device=device)
+    layer, x = tt.PackedLinear.from_linear(source, tt.WeightFormat(8)), randn(3, 192, seed=4)
+    x = x.to(device, given)
+    with torch.no_grad():
+        like = layer(x.float())
+        with torch.autocast(device.type, dtype):
+            y = layer(x)
+            assert y.dtype is source(x).dtype is dtype
+            with torch.autocast(device.type, enabled=False):
+                assert layer(x.float()).dtype is torch.float32
+            compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+            assert_same_bytes(compiled(x), y)
+        torch.testing.assert_close(y.float(), like, rtol=0.02, atol=0.05)
+        assert_same_bytes(layer(x.float()), like)
+
+
+def test_layers_on_the_meta_device():
+    for layer in (packed().to("meta"), tt.PackedLinear(192, 70, FORMAT, device="meta")):
+        y = layer(torch.empty(3, 192, device="meta"))
+        assert y.shape == (3, 70) and y.device.type == "meta"
+        with pytest.raises(ValueError, match=r"x has shape \[3, 191\], expected \[..., 192\]"):
+            layer(torch.empty(3, 191, device="meta"))
+
+
+def test_layers_that_are_packed_in_inference_mode():
+    """They can be loaded, moved and cut outside of it."""
+    with torch.inference_mode():
+        layer = packed()
+        parts = layer.rows(0, 32), layer.columns(0, 64)
+    for one in (layer, *parts):
+        assert not any(p.is_inference() for p in one.parameters())
+        one.load_state_dict(one.state_dict())
+
+
 def test_slices_of_a_layer(device):
     layer = packed(n=70, k=384).to(device)  # groups of 128
     x = randn(3, 384, seed=4).to(device)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -67,9 +66,8 @@ class WeightFormat:
     group: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bits", "sub", "group"):  # 4.0 is 4 to Python, and no size to torch
-            if not isinstance(value := getattr(self, name), Integral | None):
-                raise ValueError(f"{name} is {value!r}, which is no whole number")
+        numbers = {name: getattr(self, name) for name in ("bits", "sub", "group")}
+        _checks.check_whole(**{name: n for name, n in numbers.items() if n is not None})
         if self.bits not in WEIGHT_BITS:
             raise ValueError(f"bits is {self.bits}, supported for weights: 4, 8")
         if self.grid is None:
@@ -275,9 +273,9 @@ class SharedConstants:
     that are made while it runs; it would read a dictionary once.
     """
 
-    def find(self, kind: str | None) -> Constants | None:
+    def find(self, kind: str) -> Constants | None:
         """Those of a kind, if somebody has made them."""
-        return self.__dict__.get(kind or "")
+        return self.__dict__.get(kind)
 
 
 CONSTANTS = SharedConstants()
@@ -357,8 +355,9 @@ class PackedLinear(nn.Module):
         self.register_parameter("bias", None)
         if bias:
             self.bias = _frozen(torch.empty(out_features, dtype=dtype, device=device))
-        self._kind: str | None = None
-        self.place_constants()
+        self._form, self._kind = self.format.kind(in_features), ""
+        if self.weight.device.type != "meta":  # else most likely a weight is loaded first
+            self.place_constants()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -401,10 +400,8 @@ class PackedLinear(nn.Module):
         The constructor does so, and so do `to`, `cuda` and the like. Call it after the weight has
         been replaced by one on another device; else the first `forward` does.
         """
-        device = self.weight.device
-        self._form, self._kind = self.format.kind(self.in_features), None
-        if device.type != "meta":
-            self._kind = share_constants(*self._form, str(device))
+        self._form = self.format.kind(self.in_features)
+        self._kind = share_constants(*self._form, str(self.weight.device))
 
     def _constants_are_here(self) -> bool:
         here = CONSTANTS.find(self._kind)
@@ -439,7 +436,7 @@ class PackedLinear(nn.Module):
                 kind = share_constants(*self._form, str(self.weight.device))
             if x.stride(-1) != 1:
                 x = x.contiguous()
-            signs, levels, bits, sub = getattr(CONSTANTS, kind)  # type: ignore[arg-type]
+            signs, levels, bits, sub = getattr(CONSTANTS, kind)
             return _linear_packed(
                 x,
                 own["weight"],
@@ -456,7 +453,7 @@ class PackedLinear(nn.Module):
 
     def _mended(self, x: Tensor, error: Exception) -> Tensor:
         """What to do about an error of a call: place the constants, or say what is wrong with x."""
-        if not self._constants_are_here() and self.weight.device.type != "meta":
+        if not self._constants_are_here():
             self.place_constants()
             return self.forward(x)
         _checks.check_dtype("x", x, _checks.FLOATS)
@@ -523,8 +520,9 @@ class PackedLinear(nn.Module):
         )
 
 
+@lasting()
 def _frozen(t: Tensor) -> nn.Parameter:
-    return nn.Parameter(t, requires_grad=False)
+    return nn.Parameter(t.clone() if t.is_inference() else t, requires_grad=False)
 
 
 def _check_slice(name: str, start: int, stop: int, size: int, unit: int) -> None:

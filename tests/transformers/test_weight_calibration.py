@@ -89,6 +89,49 @@ def test_calibrated(folder):
     assert again.config.quantization_config.calibration == done.calibration
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_does_not_matter(dtype):
+    model, like = make(dtype=torch.float32), make(dtype=torch.float32)
+    quantize(like, text=TEXT, budget=5.0)
+    torch.set_default_dtype(dtype)
+    try:
+        quantize(model, text=TEXT, budget=5.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_parameters(model, like)
+
+
+def test_weights_are_packed_without_autocast():
+    """The model reads the text as it is told to; weights are rounded as ever."""
+    model, like = make(dtype=torch.float32), make(dtype=torch.float32)
+    quantize(like)
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = quantize(model, text=TEXT)
+    assert all(0 < row.error < 0.05 for row in rows)
+    model = make(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        quantize(model)
+    assert_same_parameters(model, like)
+
+
+def test_packed_in_inference_mode():
+    model = make(dtype=torch.float32)
+    with torch.inference_mode():
+        quantize(model, text=TEXT)
+    assert not any(p.is_inference() for p in model.parameters())
+    model.load_state_dict(model.state_dict())
+    with torch.inference_mode():
+        model.dequantize()
+    assert not any(p.is_inference() for p in model.parameters())
+    model.requires_grad_(True)
+
+
+def assert_same_parameters(model, like):
+    ours, theirs = model.state_dict(), like.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_a_layer_costs_what_it_costs_alone(folder):
     model = make(dtype=torch.float32)
     name = "model.layers.1.mlp.up_proj"

@@ -307,6 +307,21 @@ def test_they_compute_what_transformers_does(family, implementation):
     assert module(x[:0], chosen[:0], weights[:0]).shape == (0, 128)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast(family, dtype):
+    """Linear layers and experts, with biases and without, as those that are not packed."""
+    model = make(family, dtype=torch.float32, num_experts_per_tok=4)  # nothing hangs on a router
+    with torch.autocast("cpu", dtype):
+        exact = logits(model).float()
+    quantize(model, TurboQuantConfig(bits=8))
+    assert experts_of(model)
+    with torch.autocast("cpu", dtype):
+        found = logits(model)
+    assert found.dtype == dtype
+    assert (found.float() - exact).norm() < 0.05 * exact.norm()
+
+
 def test_they_can_be_plain_experts_again(folder):
     packed = load(folder(make("gpt_oss", dtype=torch.float32)), TurboQuantConfig(bits=8))
     want = logits(packed)

@@ -15,6 +15,7 @@ rounding by second moments of activations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -438,6 +439,41 @@ def _check_experts(
     _checks.check_levels(levels, device, bits)
     if bias is not None:
         _checks.check_constant("bias", bias, device, x.dtype, (packed.shape[0], n))
+
+
+# ---- autocast
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
+def _autocast(op: Any, device: str) -> Callable[..., Tensor]:
+    """The op under torch.autocast, for tensors on a type of device.
+
+    Activations and bias take the dtype of autocast, as those of nn.Linear do. What belongs to the
+    packed weight stays as it is.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    activations = names.index("x"), names.index("bias")
+
+    def kernel(*given: Any) -> Tensor:
+        dtype, args = torch.get_autocast_dtype(device), list(given)
+        for i in activations:
+            if i < len(args) and isinstance(args[i], Tensor) and args[i].dtype in _checks.FLOATS:
+                args[i] = args[i].to(dtype)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            result: Tensor = op(*args)
+        return result
+
+    return kernel
+
+
+_library = torch.library.Library("turboquant", "IMPL")
+for _op in (_linear_packed, _linear_experts):
+    for _device in ("cpu", "cuda"):
+        _name = _op._schema.name.removeprefix("turboquant::")
+        _library.impl(_name, _autocast(_op, _device), f"Autocast{_device.upper()}")
 
 
 # ---- fakes

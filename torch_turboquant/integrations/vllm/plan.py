@@ -107,7 +107,7 @@ class Plan:
         """The constants of a layer, on the device, whose addresses stay."""
         center: Tensor | None = None
         if self.learns(layer):
-            center = torch.zeros(kv_heads, config.head_dim)
+            center = torch.zeros(kv_heads, config.head_dim, dtype=torch.float32, device="cpu")
         elif self.constants is not None and not self._is_drafting(layer):
             center = self.constants.center(layer, kv_heads, config.head_dim)
         return make_tables(config, layer, self.device, center)

@@ -80,7 +80,7 @@ class PackedWeights:
         self.form = WeightFormat(form.bits, form.grid, form.sub, form.group_of(k))
         self.shape = torch.Size((experts, *self.form.block(k).packed_shape(n, k)))
         self._form = self.form.kind(k)
-        self._kind: str | None = None
+        self._kind = ""
 
     def constants(self, device: torch.device) -> Constants:
         """What the ops take beside a weight on this device."""

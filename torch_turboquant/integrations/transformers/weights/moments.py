@@ -50,7 +50,7 @@ class Moments:
 
     def _add(self, name: str, x: Tensor) -> None:
         if name not in self._sums:
-            self._sums[name] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
+            self._sums[name] = x.new_zeros(x.shape[1], x.shape[1])
             self._tokens[name] = 0
         self._sums[name].addmm_(x.T, x)
         self._tokens[name] += len(x)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from torch_turboquant._autograd import lasting
 from torch_turboquant._checks import FLOATS, check_positive
 from torch_turboquant.integrations.transformers.weights.budget import (
     Candidate,
@@ -61,6 +62,7 @@ MEMORY = 8 * 2**30
 """Bytes of moments that are held at a time."""
 
 
+@lasting()
 @torch.no_grad()
 def quantize(
     model: nn.Module,
@@ -200,7 +202,7 @@ def _pack(model: nn.Module, name: str, form: WeightFormat, moment: Tensor | None
     weight = linear.weight
     _check_weight(name, weight)
     scale = None
-    with _naming(name):
+    with _encoding(name, weight):
         if moment is None:
             packed = encode_weight(weight, form)
         else:
@@ -213,7 +215,8 @@ def _pack(model: nn.Module, name: str, form: WeightFormat, moment: Tensor | None
     if linear.bias is not None:
         layer.bias = _parameter(linear.bias.detach())
     layer.place_constants()
-    error = relative_error(weight, layer.decode(), moment)
+    with _encoding(name, weight):
+        error = relative_error(weight, layer.decode(), moment)
     return layer, PackedLayer(name, form, weight.numel(), packed.numel(), error)
 
 
@@ -237,7 +240,7 @@ def _pack_experts(model: nn.Module, name: str, form: WeightFormat) -> tuple[Tens
     experts: Any = model.get_submodule(module)
     weight = experts.get_parameter(child)
     _check_weight(name, weight)
-    with _naming(name):
+    with _encoding(name, weight):
         packed = encode_experts(weight, form, experts.is_transposed)
     decoded = PackedWeights(*shape_of(experts, weight), form).decode(packed)
     if experts.is_transposed:
@@ -247,10 +250,11 @@ def _pack_experts(model: nn.Module, name: str, form: WeightFormat) -> tuple[Tens
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Says which weight an encoder has refused, as from_pretrained does."""
+def _encoding(name: str, weight: Tensor) -> Iterator[None]:
+    """Computes without autocast, and says which weight was refused, as from_pretrained does."""
     try:
-        yield
+        with torch.autocast(weight.device.type, enabled=False):
+            yield
     except ValueError as error:
         raise ValueError(f"the weights of this model cannot be packed: {name}: {error}") from error
 

@@ -13,6 +13,7 @@ from transformers.quantizers import HfQuantizer
 from transformers.utils import logging
 
 from torch_turboquant import _checks
+from torch_turboquant._autograd import lasting
 from torch_turboquant.integrations.transformers.weights.choice import (
     choose,
     experts_among,
@@ -236,6 +237,7 @@ class TurboQuantHfQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         return True
 
+    @lasting()
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         # a name, where transformers takes the dtype from a configuration that has been saved
         target = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
