@@ -491,8 +491,9 @@ inline void check_softmax_scale(double scale) {
 inline void check_out_and_lse(const Tensor& out, const OptionalTensor& lse, const Tensor& q) {
   check_constant(out, q, "out", q.scalar_type(), {q.size(0), q.size(1), q.size(2)});
   // kernels write two elements of 16 bits at once
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(out.data_ptr()) % 4 == 0,
-                  "out must be memory that starts at a multiple of 4 bytes, got one that starts 2 bytes behind it");
+  const uintptr_t behind = reinterpret_cast<uintptr_t>(out.data_ptr()) % 4;
+  STD_TORCH_CHECK(behind == 0, "out must be memory that starts at a multiple of 4 bytes, got one that starts ", behind,
+                  " bytes behind it");
   if (lse) check_constant(*lse, q, "lse", ScalarType::Float, {q.size(0), q.size(1)});
 }
 

@@ -27,6 +27,13 @@ def test_tail_mixes_into_the_same_softmax(device):
         assert different == expected, position
 
 
+def test_a_tail_without_a_ring_is_refused():
+    """It could be taken for none."""
+    case = build(tt.preset("k4v4", 64, page_size=16), [30], [2], tail=True, center=True)
+    with pytest.raises(TypeError, match="tail has no ring: give None"):
+        run(case._replace(tail=case.tail._replace(ring=None)), "cpu")
+
+
 @pytest.mark.parametrize("sinks_held", [0, 1, 2, 3])
 @pytest.mark.parametrize("first_held", [0, 24, 25, 27, 29, 40])
 def test_rows_that_the_tail_does_not_hold(sinks_held, first_held, device):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import torch_turboquant as tt
 from tests.cache_cases import HEADS, int32
@@ -114,6 +115,8 @@ def _with_last(items, wrong):
     ("change", "error", "text"),
     [
         (lambda x: {"v": x.v[:1]}, ValueError, "v are of 1 layers, k of 2"),
+        (lambda x: {"k": torch.stack(x.k)}, TypeError, "k must be a list with a tensor of each"),
+        (lambda x: {"k": [None, x.k[1]]}, TypeError, "k must be a tensor, got NoneType"),
         (lambda x: {"caches": x.caches * 2}, ValueError, "caches are of 4 layers, k of 2"),
         (lambda x: {"tables": x.tables[:1]}, ValueError, "tables are of 1 layers, k of 2"),
         (lambda x: {"tails": x.tails(x.rings)[:1]}, ValueError, "tails are of 1 layers, k of 2"),
@@ -165,6 +168,7 @@ def test_layers_that_do_not_fit_leave_all_of_them_alone(change, error, text):
     [
         (1, lambda v: v[:1], "v are of 1 layers, k of 2"),
         (2, lambda caches: [], "caches are of 0 layers, k of 2"),
+        (0, lambda k: [], "v are of 2 layers, k of 0"),
         (
             2,
             lambda caches: [caches[0], caches[1][:, :1].contiguous()],
@@ -190,9 +194,12 @@ def test_the_raw_op_checks_all_layers_first(place, change, text):
     ]  # fmt: skip
     held = [y.clone() for y in (*x.caches, *x.rings)]
     arguments[place] = change(arguments[place])
+    fakes = tree_map_only(torch.Tensor, lambda y: y.to("meta"), arguments)
     with pytest.raises(RuntimeError) as caught:
         torch.ops.turboquant.cache_store_layers(*arguments)
     assert text in str(caught.value)
+    with pytest.raises(RuntimeError):  # in words of its own
+        torch.ops.turboquant.cache_store_layers(*fakes)
     for after, before in zip((*x.caches, *x.rings), held, strict=True):
         assert_same_bytes(after, before)
 

@@ -143,6 +143,9 @@ def test_errors_come_before_anything_is_written():
         refuse(RuntimeError, "was freed", call, gone)
         refuse(ValueError, "another pool", call, foreign)
     assert repr(gone) == "<PoolSequence freed>" and repr(a) == "<PoolSequence 20 tokens>"
+    for call in (pool.fork, pool.free, lambda s: pool.reserve([s])):
+        refuse(TypeError, "a sequence must be a PoolSequence, got NoneType", call, None)
+    refuse(TypeError, "a batch must be a PoolBatch, got NoneType", pool.attend, 0, None, None)
     refuse(ValueError, "twice", pool.reserve, [a, b, a])
     refuse(ValueError, "no sequences", pool.reserve, [])
     refuse(ValueError, "2 numbers for 1 sequences", pool.reserve, [a], [1, 1])

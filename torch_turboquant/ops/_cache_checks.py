@@ -19,7 +19,7 @@ from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.config import CacheConfig, PackedConfig
 from torch_turboquant.ops.codec import SCALE_MODES
 from torch_turboquant.tables import CacheTables
-from torch_turboquant.tail import tail_rows
+from torch_turboquant.tail import Tail, tail_rows
 
 # ---- the arguments of raw ops
 
@@ -103,6 +103,15 @@ def check_tables(
         if steps_too:
             _checks.check_steps(steps, device, f"{kind}_steps")
     _checks.check_center(tables.center, device, (kv_heads, d))
+
+
+def parts_of_tail(tail: Tail | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Its ring, slots and valid, None where there is no tail."""
+    if tail is None:
+        return None, None, None
+    if tail.ring is None:
+        raise TypeError("tail has no ring: give None for a call without a tail")
+    return tail.ring, tail.slots, tail.valid
 
 
 def check_ring(

@@ -180,7 +180,7 @@ def paged_attention(
         RuntimeError: values of block_table, seq_lens, cu_seqlens_q or tail.slots out of range
             (checked on the CPU); out or lse that share memory.
     """
-    ring, slots, valid = (None, None, None) if tail is None else tail
+    ring, slots, valid = checks.parts_of_tail(tail)
     batch, options = checked_call(
         q,
         cache,
@@ -277,7 +277,7 @@ def store_and_attend(
         TypeError, ValueError, RuntimeError: as cache_store and paged_attention, before anything is
             written.
     """
-    ring, slots, valid = (None, None, None) if tail is None else tail
+    ring, slots, valid = checks.parts_of_tail(tail)
     batch, options = _checked_step(
         q,
         k_new,

@@ -87,7 +87,7 @@ def cache_store(
         RuntimeError: values of slot_mapping, seq_lens, cu_seqlens_q or tail.slots out of range
             (checked on the CPU); memory that is shared. Nothing has been written by then.
     """
-    ring, slots, valid = (None, None, None) if tail is None else tail
+    ring, slots, valid = checks.parts_of_tail(tail)
     batch = _checked_store(
         k, v, cache, config, tables, ring, slot_mapping, seq_lens, cu_seqlens_q, slots, valid
     )
@@ -212,6 +212,9 @@ def cache_store_layers(
         TypeError, ValueError, RuntimeError: as cache_store, before anything is written; lists of
             different lengths.
     """
+    for name, items in (("k", k), ("v", v), ("caches", caches)):
+        if isinstance(items, Tensor):
+            raise TypeError(f"{name} must be a list with a tensor of each layer, got one tensor")
     for tail in tails:
         if tail.slots is not tails[0].slots:
             raise ValueError("tails of all layers must have the same slots")
@@ -241,6 +244,7 @@ def _checked_store_layers(
         _check_count("tails", rings, len(k))
     if not k:
         return None
+    _checks.check_vectors("k", k[0], 4)
     device = k[0].device
     batch = _batch(device, *of_batch)
     for i, (key, value, cache, table) in enumerate(zip(k, v, caches, tables, strict=True)):

@@ -31,7 +31,8 @@ def hadamard(x: Tensor, signs: Tensor, inverse: bool = False) -> Tensor:
         inverse: whether to apply the inverse.
 
     Returns:
-        A new tensor of x's shape and dtype, computed in float32 and rounded once. It can be
+        A new tensor of x's shape and dtype, computed in float32 and rounded once. Sums are scaled
+        at the end, so that they may overflow where x has numbers above 3.4e38 / d. It can be
         differentiated with respect to x, in reverse mode (the transform is orthonormal, so its
         inverse transforms gradients), in forward mode (it transforms tangents) and by torch.func.
 

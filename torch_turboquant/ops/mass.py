@@ -90,7 +90,7 @@ def paged_mass(
             sequence longer than n (checked on the CPU; on CUDA tokens behind n are left out); mass
             that shares memory. Nothing has been written by then.
     """
-    ring, slots, valid = (None, None, None) if tail is None else tail
+    ring, slots, valid = checks.parts_of_tail(tail)
     new = (k_new, v_new)
     batch, options = checked_call(
         q,

@@ -97,7 +97,7 @@ def mla_store(
         RuntimeError: values of slot_mapping, seq_lens, cu_seqlens_q or tail.slots out of range
             (checked on the CPU); memory that is shared. Nothing has been written by then.
     """
-    ring, slots = (None, None) if tail is None else tail[:2]
+    ring, slots, _ = checks.parts_of_tail(tail)
     _check_store(
         latent, rope, cache, config, tables, ring, slot_mapping, seq_lens, cu_seqlens_q, slots
     )
@@ -246,7 +246,7 @@ def mla_attention(
         RuntimeError: values of block_table, seq_lens, cu_seqlens_q or tail.slots out of range
             (checked on the CPU); out or lse that share memory.
     """
-    ring, slots, valid = (None, None, None) if tail is None else tail
+    ring, slots, valid = checks.parts_of_tail(tail)
     _check_attention(
         q_latent,
         q_rope,

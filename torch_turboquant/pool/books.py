@@ -159,6 +159,8 @@ class Books:
     # ---- checks
 
     def check_mine(self, seq: PoolSequence) -> None:
+        if not isinstance(seq, PoolSequence):
+            raise TypeError(f"a sequence must be a PoolSequence, got {type(seq).__name__}")
         if seq._books is None:
             raise RuntimeError("this sequence was freed")
         if seq._books is not self:

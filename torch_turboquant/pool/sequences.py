@@ -255,6 +255,8 @@ class PoolSequences:
             self._books.close(batch, succeeded)
 
     def _check_batch(self, batch: PoolBatch) -> None:
+        if not isinstance(batch, PoolBatch):
+            raise TypeError(f"a batch must be a PoolBatch, got {type(batch).__name__}")
         if batch._owner is not self:
             raise ValueError("this batch belongs to another pool")
 
