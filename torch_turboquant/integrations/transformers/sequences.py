@@ -509,10 +509,10 @@ class Sequences:
         """
         places, size = self.places[False], self.config.page_size
         lengths = self.lengths()
+        stored = places.stored[: len(lengths)]
         gone = {  # by window: pages of each sequence
             window: [max(0, math.ceil(n / size) - self.pages_of_window(window)) for n in stored]
             for window in self.windows
-            for stored in [places.stored[: len(lengths)]]
         }
         if not self.max_len:  # then pages may come, but not what is gone
             for window, pages in gone.items():
