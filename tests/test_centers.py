@@ -1,5 +1,7 @@
 """Files of centers know a model by its configuration, be it a file of any age or an object."""
 
+import os
+
 import pytest
 import torch
 
@@ -15,6 +17,27 @@ LLAMA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+
+
+def test_files_that_cannot_be_written(tmp_path):
+    """A link leads to the file that is written; a folder and a device stay what they are."""
+    pytest.importorskip("safetensors")
+    means = [torch.zeros(2, 32)] * 2
+    with pytest.raises(OSError, match="is a folder; name a file"):
+        centers.save(tmp_path, means, LLAMA)
+    with pytest.raises(OSError, match="cannot be written: there is no"):
+        centers.save(tmp_path / "nowhere" / "file", means, LLAMA)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="is a device, a pipe or a socket"):
+        centers.save(pipe, means, LLAMA)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "file")
+    centers.save(link, means, LLAMA)
+    assert link.is_symlink() and sorted(p.name for p in tmp_path.iterdir()) == [
+        "file", "link", "pipe"
+    ]  # fmt: skip
+    assert set(centers.load(tmp_path / "file", LLAMA)) == {0, 1}
 
 
 def test_a_fingerprint_by_hand():

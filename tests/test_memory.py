@@ -371,6 +371,16 @@ def test_the_command_on_a_configuration(capsys, tmp_path):
     assert whole["k4v4"]["requests"] is None
 
 
+def test_heads_that_make_no_sense(capsys, tmp_path):
+    for config, changes, text in (
+        (PLAIN, "--kv-heads -2", "kv_heads is -2, supported: 1 and more"),
+        (PLAIN, "--kv-heads 0", "kv_heads is 0, supported: 1 and more"),
+        (V3, "--kv-heads 7 --head-dim 33", "latent attention keeps no heads"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert text in command(capsys, f"--config {tmp_path} --context 1000 {changes}", code=1)
+
+
 V3 = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "kv_lora_rank": 512,
       "qk_rope_head_dim": 64}  # fmt: skip
 

@@ -49,6 +49,15 @@ def test_contexts_are_made_from_a_seed(length):
         assert 0.85 * length <= tokens <= 1.1 * length + 20, (context.task, tokens)
 
 
+@pytest.mark.parametrize("length", [300, 3000])
+def test_texts_without_full_stops(length):
+    """Chinese, code: one sentence would be longer than what was asked for."""
+    text = " ".join(f"word{n}" for n in range(40000))
+    for context in synthetic.contexts(Words(), text, length, 1):
+        tokens = len(context.text.split())
+        assert 0.85 * length <= tokens <= 1.4 * length, (context.task, tokens)
+
+
 def test_every_answer_is_in_its_context_and_no_question_gives_it_away():
     for context in made():
         first, second = context.questions

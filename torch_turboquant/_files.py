@@ -22,6 +22,8 @@ def check_place(path: str | os.PathLike[str]) -> None:
     """Raises an OSError where no file of this name can be written."""
     if Path(path).is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file")
+    if Path(path).exists() and not Path(path).is_file():
+        raise OSError(f"{path} is a device, a pipe or a socket; name a file")
     if not Path(path).parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no {Path(path).parent}")
 
@@ -47,7 +49,7 @@ def write(
     from safetensors.torch import save_file
 
     check_place(path)
-    path = Path(path)
+    path = Path(path).resolve()  # a link stays one
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     said = {**metadata, "format": file_format, "version": __version__}
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_turboquant import _checks
+from torch_turboquant import _checks, _files
 from torch_turboquant.models import (
     KEEPS_KEYS,
     Fields,
@@ -86,10 +86,9 @@ def save(path: str | os.PathLike[str], centers: Sequence[Tensor | None], config:
         config: of the model, as for fingerprint.
 
     Raises:
+        OSError: the file cannot be written; nothing has changed.
         ValueError: centers that do not fit the model.
     """
-    from safetensors.torch import save_file
-
     # Copies: safetensors refuses tensors that share memory, as those of one tensor's rows do.
     tensors = {
         _name(i): c.float().cpu().clone(memory_format=torch.contiguous_format)
@@ -97,7 +96,7 @@ def save(path: str | os.PathLike[str], centers: Sequence[Tensor | None], config:
         if c is not None
     }
     _check_tensors("centers", tensors, config)
-    save_file(tensors, path, metadata=fingerprint(config))
+    _files.write(path, tensors, FILE_FORMAT, fingerprint(config))
 
 
 def load(path: str | os.PathLike[str], config: Any) -> dict[int, Tensor]:

@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig
+
 from tests.eval.harness import (
     CHOICES,
     DIM,
@@ -14,9 +16,11 @@ from tests.eval.harness import (
     ORIGIN,
     PREFILL,
     SETTINGS,
+    SHAPE,
     TEXT,
     evaluate,
     reading,
+    tiny,
 )
 from torch_turboquant.eval import predict, report, rows
 
@@ -68,6 +72,45 @@ def test_rows_of_other_settings_do_not_count(model, result, readings):
     assert readings.names == ["none", "int4"]
     assert rows.without(result, found) == result
     assert rows.without(result, result[1:3]) == [result[0], result[3]]
+
+
+def test_rows_of_another_model_of_the_same_name_do_not_count(result, readings):
+    """A folder's name says nothing of what is in it now."""
+    other = tiny(initializer_range=0.1)
+    found = evaluate(other, result, choices=CHOICES[:1])
+    assert readings.names == ["none", "k4v4"]
+    assert found[1]["kl"] != result[1]["kl"]
+    left = rows.without(result, found)
+    assert [row["cache"] for row in left] == ["int4", "k2v2"]  # never two rows of one name
+
+
+def test_rows_without_layers_are_measured_again_for_them(model, result, readings):
+    short = rows.evaluate(model, "tiny", CHOICES[:1], TEXT, SETTINGS, ORIGIN, single_layers=False)
+    readings.names.clear()
+    again = evaluate(model, short, choices=CHOICES[:1])
+    assert readings.names == ["none", "k4v4"] and again == result[:2]
+    readings.names.clear()
+    rows.evaluate(model, "tiny", CHOICES[:1], TEXT, SETTINGS, ORIGIN, again, single_layers=False)
+    assert readings.names == []
+
+
+def test_files_that_a_choice_names_belong_to_its_row(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("one")
+    named = f"4:calibrate={file},tokens=300+k4v4:center=none"
+    before = rows.files_of(named)
+    assert list(before) == [str(file)]
+    file.write_text("two")
+    assert rows.files_of(named) != before and rows.files_of("k4v4:center=none") == {}
+
+
+def test_models_with_other_states_are_refused():
+    config = LlamaConfig(**SHAPE)
+    other = Lfm2Config(**{**SHAPE, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False})
+    assert config.num_hidden_layers == other.num_hidden_layers
+    model = AutoModelForCausalLM.from_config(other).eval()
+    with pytest.raises(ValueError, match=r"layers \[0\] of tiny keep no keys and values"):
+        evaluate(model)
 
 
 def test_extras_join_finished_rows(model, result, readings):

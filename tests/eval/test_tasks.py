@@ -84,6 +84,8 @@ def test_needles_are_found_where_they_are(monkeypatch):
     found = needle.search(None, Bytes(), text, lambda: None, [200, 1000])
     assert found["found"] == [[True] * 5, [False, False, True, True, True]]
     assert found["share"] == 0.8 and found["depths"] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    with pytest.raises(ValueError, match="a text of 9 tokens has no room for a needle of"):
+        needle.search(None, Bytes(), text, lambda: None, [9, 200])
     with pytest.raises(ValueError, match="the needle needs 5000"):
         needle.search(None, Bytes(), text, lambda: None, [5000])
 

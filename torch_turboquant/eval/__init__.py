@@ -287,6 +287,7 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
         loaded: the result of `load`.
         origin, done, save: as for `rows.evaluate`.
     """
+    from torch_turboquant.eval.controls import fits_heads
     from torch_turboquant.eval.measure import segments
     from torch_turboquant.eval.rows import (
         Settings,
@@ -296,6 +297,7 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
         synthetic_extra,
         tasks_extra,
     )
+    from torch_turboquant.integrations.transformers.models import head_dim_of, text_config
 
     model, tokenizer, name, text = loaded
     if args.weights and (args.needle is not None or args.tasks or args.synthetic):
@@ -303,6 +305,15 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
             "--needle, --tasks and --synthetic are measured with caches only: give --weights in a "
             "run of its own"
         )
+    head_dim = head_dim_of(text_config(model))
+    unfit = [c.text for c in args.caches if not fits_heads(c.name, head_dim)]
+    if unfit and "caches" in getattr(args, "given", ()):
+        raise ValueError(
+            f"{', '.join(unfit)} code blocks of 32 channels, and heads of {name} have {head_dim}"
+        )
+    if unfit:
+        print(f"Left out, for blocks of 32 channels: {', '.join(unfit)}")
+        args.caches = [c for c in args.caches if c.text not in unfit]
     settings = Settings(args.segments, args.prefill, args.score_tokens, args.chunk)
     ids = segments(tokenizer, text, args.segments, args.prefill + args.score_tokens)
     extras = []

@@ -195,15 +195,22 @@ def load_dense(
         ValueError: see `check_dense`.
     """
     check_dense(dense)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from safetensors import SafetensorError
+    from transformers import AutoTokenizer
     from transformers.utils import logging
+
+    from torch_turboquant.models import model_class, read_config
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(dense, dtype=dtype, local_files_only=True)
+    kind = model_class(read_config(dense))
+    try:
+        model = kind.from_pretrained(dense, dtype=dtype, local_files_only=True)
+    except SafetensorError as error:
+        raise ValueError(f"the weights in {dense} are damaged: {error}") from error
     tokenizer = AutoTokenizer.from_pretrained(dense, local_files_only=True)
     return model.to(device).eval(), tokenizer
 

@@ -24,7 +24,7 @@ Rotations use the signs of seed 0 and the layer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,7 +255,7 @@ class TwoStage(ControlLayer):
 
 @dataclass(frozen=True)
 class _Family:
-    layer: Callable[[int, int], ControlLayer]
+    layer: type[ControlLayer]
     bits: Sequence[int]
 
 
@@ -283,6 +283,13 @@ def _family(name: str) -> tuple[_Family, int] | None:
 def is_control(name: str) -> bool:
     """Whether `ControlCache` knows the name."""
     return _family(name) is not None
+
+
+def fits_heads(name: str, head_dim: int) -> bool:
+    """Whether a control is defined for heads of so many channels: some code blocks of 32."""
+    found = _family(name)
+    in_blocks = found is not None and issubclass(found[0].layer, Blocks | Kivi)
+    return head_dim % BLOCK == 0 or not in_blocks
 
 
 class ControlCache(Cache):

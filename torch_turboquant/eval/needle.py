@@ -62,6 +62,9 @@ def search(
     first = tokens_of(tokenizer, text, first=True)
     if len(first) < max(lengths):
         raise ValueError(f"the text has {len(first)} tokens, the needle needs {max(lengths)}")
+    longest = max(len(tokens_of(tokenizer, NEEDLE.format(number(min(lengths), d)))) for d in depths)
+    if min(lengths) <= longest:
+        raise ValueError(f"a text of {min(lengths)} tokens has no room for a needle of {longest}")
     question = tokens_of(tokenizer, QUESTION)
     found = []
     bar = tqdm(total=len(lengths) * len(depths), desc=f"{title} needle", leave=False)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from torch_turboquant._files import check_place
+
 
 def default_cache_dir() -> Path:
     """Where downloads are kept: $XDG_CACHE_HOME/torch_turboquant, or ~/.cache/torch_turboquant."""
@@ -66,10 +68,12 @@ def output_file(text: str) -> Path:
         argparse.ArgumentTypeError: its folder does not exist, which would show after the work only.
     """
     path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: there is no {path.parent}")
+    try:
+        check_place(path)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: its folder is read-only")
     return path
 
 

@@ -8,9 +8,11 @@ be continued.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,11 @@ from torch_turboquant.eval import layers, measure, needle, steps, synthetic, tas
 from torch_turboquant.eval.caches import UNCOMPRESSED, Choice, sizes
 from torch_turboquant.eval.report import WEIGHTS
 from torch_turboquant.eval.weights import WeightChoice
-from torch_turboquant.integrations.transformers.models import head_dim_of, text_config
+from torch_turboquant.integrations.transformers.models import (
+    head_dim_of,
+    layer_windows,
+    text_config,
+)
 
 Row = dict[str, Any]
 
@@ -52,10 +58,31 @@ def describe(model: Any, name: str, text: Tensor, settings: Settings) -> Row:
         "kv_heads": config.num_key_value_heads,
         "head_dim": head_dim_of(config),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "weights_digest": digest_of(model),
     }
 
 
-# Entries that a finished row must have in common with this run to count as done.
+def digest_of(model: Any) -> str:
+    """Tells models of one name apart: of some numbers of each parameter."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        step = max(1, parameter.numel() // 64)
+        some = parameter.detach().flatten()[::step].float().cpu().contiguous()
+        found.update(f"{name} {list(parameter.shape)}".encode() + some.numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def files_of(choice: str) -> dict[str, str]:
+    """Digests of the files that a choice names, such as 4:calibrate=train.txt."""
+    paths = {part.partition("=")[2] for part in re.split(r"[:,+]", choice) if "=" in part}
+    return {
+        path: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+        for path in sorted(paths)
+        if Path(path).is_file()
+    }
+
+
+# What a run is about: a file has one row for each of them and a cache.
 _SAME = ("model", "dtype", "device", "text", "segments", "prefill", "scored_tokens", "chunk")
 
 
@@ -161,13 +188,24 @@ def evaluate(
     Returns:
         One row per choice in their order, after that of the uncompressed cache; then the weights.
     """
+    states = [i for i, window in enumerate(layer_windows(model)) if window is None]
+    if states:
+        raise ValueError(
+            f"layers {states} of {name} keep no keys and values, and the evaluation compares "
+            "models all of whose layers do"
+        )
     about = {**origin, **describe(model, name, text, settings)}
     others = {c.text: c for c in choices if c.kind != "uncompressed"}  # without repetitions
     choices = [Choice.parse(UNCOMPRESSED), *others.values()]
-    finished = {
-        row["cache"]: row for row in done if all(row.get(key) == about[key] for key in _SAME)
-    }
     every: list[Choice | WeightChoice] = [*choices, *(choice for choice, _ in weights)]
+    files = {choice.text: files_of(choice.text) for choice in every}
+    finished = {
+        row["cache"]: row
+        for row in done
+        if all(row.get(key) == about[key] for key in (*_SAME, "weights_digest"))
+        and row.get("files", {}) == files.get(row["cache"], {})
+        and (not single_layers or row.get("kind") == WEIGHTS or _has_layers(row))
+    }
     pending = [c for c in every if c.text not in finished]
     if pending:
         readings = _Readings(model, text, settings, single_layers)
@@ -181,6 +219,7 @@ def evaluate(
                 **about,
                 "cache": choice.text,
                 "kind": choice.kind,
+                **_named(files[choice.text]),
                 **readings.measure(choice),
             }
             save(rows_so_far())
@@ -195,9 +234,20 @@ def evaluate(
     for choice, pack in tqdm(weights, "weights", leave=False):
         if choice in pending:
             found = readings.measure_weights(choice, pack)
-            finished[choice.text] = {**about, "cache": choice.text, "kind": WEIGHTS, **found}
+            named = _named(files[choice.text])
+            row = {**about, "cache": choice.text, "kind": WEIGHTS, **named, **found}
+            finished[choice.text] = row
             save(rows_so_far())
     return rows_so_far()
+
+
+def _has_layers(row: Row) -> bool:
+    """Whether the errors of single layers were measured."""
+    return "by_layer" in row or "channel_spread" in row
+
+
+def _named(files: dict[str, str]) -> Row:
+    return {"files": files} if files else {}
 
 
 class _Readings:

@@ -280,6 +280,16 @@ TASKS: dict[str, Callable[[Makers, np.random.Generator], Made]] = {
 """By the names that RULER gives them."""
 
 
+def _pieces(sentence: str, count: Callable[[str], int], most: int) -> Iterator[str]:
+    """The sentence, in parts of about `most` tokens if it has more."""
+    if len(sentence.encode()) <= most or (tokens := count(sentence)) <= most:
+        yield sentence
+        return
+    step = max(1, len(sentence) * most // tokens)
+    for i in range(0, len(sentence), step):
+        yield sentence[i : i + step]
+
+
 def contexts(tokenizer: Any, text: str, length: int, samples: int) -> list[Context]:
     """All tasks: `samples` contexts of about `length` tokens each.
 
@@ -290,6 +300,9 @@ def contexts(tokenizer: Any, text: str, length: int, samples: int) -> list[Conte
     def count(piece: str) -> int:
         return len(tokens_of(tokenizer, piece))
 
+    # Texts without full stops, such as Chinese or code, would be one sentence.
+    most = max(16, length // 4)
+    sentences = [piece for sentence in sentences for piece in _pieces(sentence, count, most)]
     makers = Makers(count, sentences, length)
     return [makers.make(task, sample) for task in TASKS for sample in range(samples)]
 

@@ -204,7 +204,11 @@ def _layers(args: argparse.Namespace) -> list[MemoryLayer | None]:
     if args.config is None:
         raise ValueError("give --config, or --layers, --kv-heads and --head-dim")
     config = read_config(args.config)
+    given = {"kv_heads": args.kv_heads, "head_dim": args.head_dim}
+    check_positive(**{name: n for name, n in given.items() if n is not None})
     layers = attention_layers(config, kv_heads=args.kv_heads, head_dim=args.head_dim)
+    if any(given.values()) and not any(isinstance(layer, AttentionLayer) for layer in layers):
+        raise ValueError("latent attention keeps no heads: leave --kv-heads, --head-dim out")
     if not any(layers):
         raise ValueError("no layer of this model keeps keys and values")
     return layers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_turboquant._extras import MODEL, require
@@ -50,8 +49,7 @@ def weight_memory(path: str, bits: int, dtype: str) -> WeightMemory:
     from torch_turboquant.integrations.transformers.weights.choice import choose, experts_among
     from torch_turboquant.integrations.transformers.weights.experts import PackedWeights, shape_of
 
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config: Any = AutoConfig.from_pretrained(path, local_files_only=True)
     with torch.device("meta"):
         kind = model_class(values)
         make = getattr(kind, "_from_config", None) or kind.from_config  # an automatic class
