@@ -69,6 +69,24 @@ def test_options(folder, text, ids, tmp_path, capsys):
         torch.testing.assert_close(found, center, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+@torch.no_grad()
+def test_models_that_also_see(family, text, ids, tmp_path, capsys):
+    """Their class is the one that config.json names."""
+    models = pytest.importorskip("tests.transformers.multimodal", exc_type=ImportError)
+    make_multimodal = models.make_multimodal
+    folder = tmp_path / family
+    save_words_tokenizer(folder)
+    make_multimodal(family).save_pretrained(folder)
+    assert calibrate(folder, text) == 0
+    assert ": centers and channel scales from 250 tokens in" in capsys.readouterr().out
+    expected = TurboQuantCache.calibrate(make_multimodal(family), ids)
+    found = load_centers(folder / centers.FILE_NAME, make_multimodal(family))
+    assert len(found) == len(expected)
+    for one, center in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, center, rtol=1e-4, atol=1e-5)
+
+
 def test_vllm_reads_the_text(folder, text, ids, tmp_path, capsys, monkeypatch):
     """With the arguments that are given, in sequences with room for one more token."""
     made = []
