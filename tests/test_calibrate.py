@@ -46,7 +46,7 @@ def calibrate(*argv):
 def test_the_file_beside_the_model(folder, text, ids, capsys):
     assert calibrate(folder, text) == 0
     line = capsys.readouterr().out.splitlines()[-1]
-    path = folder / "turboquant_centers.safetensors"
+    path = folder / "turboquant.centers"
     assert line.startswith(f"{path}: centers and channel scales from 200 tokens in ")
     model = tiny_llama(max_position_embeddings=100)
     expected = TurboQuantCache.calibrate(model, ids[:200].view(2, 100))  # no longer than it reads

@@ -27,7 +27,8 @@ from torch_turboquant.models import (
 )
 
 FILE_FORMAT = "torch_turboquant centers 1"
-FILE_NAME = "turboquant_centers.safetensors"
+FILE_NAME = "turboquant.centers"
+"""Beside a model. (Engines take every *.safetensors of a folder for weights.)"""
 """Of the file that is found without being named, in the folder of the model's weights."""
 CENTER_TOKENS = 64
 """The fewest tokens that a center is learned from."""

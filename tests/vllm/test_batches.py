@@ -21,6 +21,7 @@ from tests.vllm.harness import ON_GPU, save_llama
 from tests.vllm.reference import through_codes
 from tests.vllm.steps import LONG_STEPS, STEPS, Steps, asked_of_flash, vllm_started
 from torch_turboquant.integrations.engine import prompts
+from torch_turboquant.integrations.vllm import limits
 from torch_turboquant.integrations.vllm.backend import (
     TurboQuantBackend,
     TurboQuantImpl,
@@ -190,6 +191,56 @@ def test_a_layer_that_reads_the_pages_of_another_one(started):
     assert layer.impl.index == layer.number - 3
     layer.number = 1
     assert_right(*layer.run(steps, *tensors(steps, (8, 2)), exact=False))
+
+
+def test_a_layer_that_gets_no_keys(started):
+    """vLLM gives None to layers that share those of another one."""
+    layer = Layer(
+        started({}), number=4, kv_sharing_target_layer_name="model.layers.1.self_attn.attn"
+    )
+    steps = STEPS["few mixed"]
+    q, k, v = tensors(steps, (8, 2))
+    layer.number = 1
+    expected, _ = layer.run(steps, q, k, v, exact=False)
+    forward = layer.impl.forward
+    layer.impl.forward = lambda layer_, q, k, v, *more: forward(layer_, q, None, None, *more)
+    found, _ = layer.run(steps, q, k, v, exact=False)
+    assert torch.equal(found, expected)
+
+
+def test_a_layer_that_reads_another_s_pages_has_its_center(started):
+    """One that is learned as well, after both were made."""
+    config = started({"learn": True})
+    layers = config.compilation_config.static_forward_context
+    name = "model.layers.1.self_attn.attn"
+    owner = Layer(config, number=1)
+    layers[name] = SimpleNamespace(impl=owner.impl)
+    reader = Layer(config, number=4, kv_sharing_target_layer_name=name)
+    del layers[name]
+    assert owner.impl.learns and not reader.impl.learns
+    owner.impl.tables.center.fill_(3)  # as learning does
+    assert reader.impl.tables.center is owner.impl.tables.center
+    for one in (owner, reader):
+        one.impl.process_weights_after_loading(torch.float32)
+    assert (owner.impl.tables.center == 3).all()
+
+
+def test_constants_come_back_with_the_weights(started):
+    """A sleeping engine (level 2) gives up all that was there when its model was loaded."""
+    layer = Layer(started({"learn": False}))
+    held = [t.clone() for t in layer.impl.tables if t is not None]
+    for t in layer.impl.tables:
+        if t is not None:
+            t.zero_()
+    layer.impl.process_weights_after_loading(torch.float32)
+    now = [t for t in layer.impl.tables if t is not None]
+    assert len(now) == len(held) and all(map(torch.equal, now, held))
+
+
+def test_several_attentions_of_a_layer_are_refused():
+    assert limits.layer_index("model.layers.7.self_attn.attn") == 7
+    with pytest.raises(ValueError, match="is one of several attentions of a layer"):
+        limits.layer_index("model.layers.0.self_attn.1.attn")
 
 
 def test_memory_that_moves_is_bound_again(started):

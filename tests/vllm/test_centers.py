@@ -34,9 +34,14 @@ def test_which_file(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     assert find_file(model, None) is None and find_file("somebody/a-model", None) is None
-    beside = model / "turboquant_centers.safetensors"
+    beside = model / "turboquant.centers"
     beside.touch()
     assert find_file(str(model), None) == beside
+    former = model / "turboquant_centers.safetensors"
+    former.touch()
+    with pytest.raises(ValueError, match="would be read as weights of the model: rename it to tur"):
+        find_file(model, None)
+    former.unlink()
     given = tmp_path / "other.safetensors"
     with pytest.raises(ValueError, match=r"there is no file of centers .*: make it with"):
         find_file(model, str(given))

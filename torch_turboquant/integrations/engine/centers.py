@@ -14,6 +14,8 @@ from torch import Tensor
 from torch_turboquant import centers as files
 from torch_turboquant.ops.codec import scaled_center
 
+_FORMER_NAME = "turboquant_centers.safetensors"
+
 
 def find_file(model_folder: str | os.PathLike[str], given: str | None) -> Path | None:
     """The file of centers: the one that is given, else the one in the model's folder, else None.
@@ -23,7 +25,7 @@ def find_file(model_folder: str | os.PathLike[str], given: str | None) -> Path |
         given: the setting "centers".
 
     Raises:
-        ValueError: there is no such file as is given.
+        ValueError: there is no such file as is given, or one with the name that it had once.
     """
     if given is not None:
         if not Path(given).is_file():
@@ -32,6 +34,11 @@ def find_file(model_folder: str | os.PathLike[str], given: str | None) -> Path |
                 f"MODEL TEXT -o {given}, or leave the setting out"
             )
         return Path(given).absolute()
+    former = Path(model_folder) / _FORMER_NAME
+    if former.is_file():
+        raise ValueError(
+            f"{former} would be read as weights of the model: rename it to {files.FILE_NAME}"
+        )
     beside = Path(model_folder) / files.FILE_NAME
     return beside.absolute() if beside.is_file() else None
 

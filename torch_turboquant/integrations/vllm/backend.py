@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
@@ -30,6 +29,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.engine.limits import ELSEWHERE, wrong_dtype, wrong_head_dim
 from torch_turboquant.integrations.engine.pages import page_parts
 from torch_turboquant.integrations.engine.prompts import (
@@ -45,6 +45,7 @@ from torch_turboquant.integrations.vllm.plan import PAGE_SIZE, Plan, latest_plan
 from torch_turboquant.integrations.vllm.prompts import prompt_attention
 from torch_turboquant.ops.attention import attend_constants, step_constants
 from torch_turboquant.ops.cache import cache_load, store_constants
+from torch_turboquant.tables import CacheTables
 
 logger = init_logger("vllm.torch_turboquant")  # vLLM prints what is below its own name
 
@@ -369,17 +370,32 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.key_sums: Any = None
         self.bound: Tensor | None = None
 
+    def _load_again(self, index: int) -> None:
+        """Restores what an engine that sleeps (level 2) gives up with its weights.
+
+        A center that was learned stays as it is: pages hold keys without it.
+        """
+        made = self.plan.tables(index, self.config, self.num_kv_heads)
+        for name, mine, again in zip(made._fields, self.tables, made, strict=True):
+            if mine is not None and not (name == "center" and self.plan.learns(index)):
+                mine.copy_(again)
+        if self.sink_logits is not None:
+            self.sink_logits.copy_(self.sinks)
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Makes what stays; called again when weights are loaded again, then addresses stay."""
         if self.index is not None:
-            if self.sink_logits is not None:
-                self.sink_logits.copy_(self.sinks)
+            self._load_again(self.index)
             return
         layers = self.vllm_config.compilation_config.static_forward_context
         name, layer = next((n, x) for n, x in layers.items() if getattr(x, "impl", None) is self)
-        self.index = extract_layer_index(self.target or name)  # whose pages it reads
-        self.config = self.plan.config(self.index, self.head_size)
-        self.tables = self.plan.tables(self.index, self.config, self.num_kv_heads)
+        self.index = limits.layer_index(self.target or name)  # whose pages it reads
+        self.config: CacheConfig = self.plan.config(self.index, self.head_size)
+        # a layer that reads the pages of another one has its center, too, also a learned one
+        owner = getattr(layers.get(self.target), "impl", None)
+        self.tables: CacheTables = getattr(owner, "tables", None) or self.plan.tables(
+            self.index, self.config, self.num_kv_heads
+        )
         self.learns = self.target is None and self.plan.learns(self.index)
         if self.plan.settings.calibrate:
             from torch_turboquant.integrations.vllm.calibrator import KeySums
@@ -441,7 +457,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         parts, step = attn_metadata.parts, attn_metadata.whole
         if not any(map(self._is_for_flash, parts)):
             parts = attn_metadata.by_op
-        if key.shape[0] != step.end:
+        if key is not None and key.shape[0] != step.end:  # a layer that shares pages has none
             key, value = key[: step.end], value[: step.end]
         if self.target is None:
             self._learn_from(attn_metadata, query, key)

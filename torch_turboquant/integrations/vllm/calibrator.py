@@ -4,7 +4,7 @@ Every layer sums up what its attention gets while the engine reads a text; the s
 fetched, joined and written to the same file that `torch_turboquant calibrate` makes:
 
     llm = LLM(model, **engine_options({"tensor_parallel_size": 4}))
-    calibrate(llm, [token_ids, ...], "turboquant_centers.safetensors")
+    calibrate(llm, [token_ids, ...], "turboquant.centers")
 
 vLLM computes its warm-up with tokens of no meaning; the sums begin when calibrate says so.
 """

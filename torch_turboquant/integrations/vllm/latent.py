@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MLAAttentionImpl
 
@@ -215,7 +214,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
             return
         layers = self.vllm_config.compilation_config.static_forward_context
         name, layer = next((n, x) for n, x in layers.items() if getattr(x, "impl", None) is self)
-        self.index, self.layer = extract_layer_index(name), layer
+        self.index, self.layer = limits.layer_index(name), layer
         if self.latent_norm is None:
             raise ValueError(
                 f"torch_turboquant: layer {name} does not tell the norm of its latents, whose "

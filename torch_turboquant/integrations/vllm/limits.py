@@ -22,6 +22,21 @@ _VERSIONS = " or ".join(f"{i.first[0]}.{i.first[1]}" for i in INTERFACES if i.la
 NO_LATENTS = f"models with latent attention (MLA) need vLLM {_VERSIONS}: {ELSEWHERE}"
 
 
+def layer_index(name: str) -> int:
+    """The number of a layer, which vLLM names by the place of its attention in the model.
+
+    Raises:
+        ValueError: layers have several attentions, so that there is no one number.
+    """
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    if len(numbers) != 1:
+        raise ValueError(
+            f"torch_turboquant: {name} is one of several attentions of a layer, which this backend "
+            f"does not support: {ELSEWHERE}"
+        )
+    return numbers[0]
+
+
 def wrong_cache_dtype(kv_cache_dtype: str) -> str | None:
     """What is wrong with --kv-cache-dtype, given or read from a checkpoint; None: nothing."""
     if kv_cache_dtype in CACHE_DTYPES or kv_cache_dtype.startswith(DTYPE_PREFIX):
