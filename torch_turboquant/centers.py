@@ -28,8 +28,10 @@ from torch_turboquant.models import (
 
 FILE_FORMAT = "torch_turboquant centers 1"
 FILE_NAME = "turboquant.centers"
-"""Beside a model. (Engines take every *.safetensors of a folder for weights.)"""
-"""Of the file that is found without being named, in the folder of the model's weights."""
+"""Of the file that is found without being named, in the folder of the model's weights.
+
+It does not end in .safetensors, because engines load every file there that does as weights.
+"""
 CENTER_TOKENS = 64
 """The fewest tokens that a center is learned from."""
 SINKS = 4

@@ -356,7 +356,8 @@ class PackedLinear(nn.Module):
         if bias:
             self.bias = _frozen(torch.empty(out_features, dtype=dtype, device=device))
         self._form, self._kind = self.format.kind(in_features), ""
-        if self.weight.device.type != "meta":  # else most likely a weight is loaded first
+        # A weight on the meta device is most likely replaced before the first call.
+        if self.weight.device.type != "meta":
             self.place_constants()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

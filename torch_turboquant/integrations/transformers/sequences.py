@@ -503,9 +503,9 @@ class Sequences:
     def restore_windows(self) -> None:
         """Counts again up to which tokens were stored, for layers with windows.
 
-        For a cache that comes from a file. The count says with the number of pages which tokens
-        are gone, and this cache may have fewer pages than the one that was saved, which had enough
-        for all that it had ever stored, or for the window.
+        For a cache that comes from a file. Which tokens are gone follows from this count and from
+        the number of pages, and the loaded cache may have fewer pages than the saved one: that one
+        had enough for all tokens that it had ever stored, or for the window.
         """
         places, size = self.places[False], self.config.page_size
         lengths = self.lengths()
