@@ -243,6 +243,11 @@ def test_several_attentions_of_a_layer_are_refused():
         limits.layer_index("model.layers.0.self_attn.1.attn")
 
 
+def test_an_attention_without_a_number_is_refused():
+    with pytest.raises(ValueError, match=r"model\.head\.attn has no number"):
+        limits.layer_index("model.head.attn")
+
+
 def test_memory_that_moves_is_bound_again(started):
     """A sleeping engine gives its pages back and gets others."""
     steps = STEPS["few mixed"]

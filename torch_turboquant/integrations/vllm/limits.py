@@ -26,10 +26,15 @@ def layer_index(name: str) -> int:
     """The number of a layer, which vLLM names by the place of its attention in the model.
 
     Raises:
-        ValueError: layers have several attentions, so that there is no one number.
+        ValueError: there is no number; or there are several, of layers with several attentions.
     """
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
-    if len(numbers) != 1:
+    if not numbers:
+        raise ValueError(
+            f"torch_turboquant: {name} has no number, so that this backend does not know which "
+            f"layer it is: {ELSEWHERE}"
+        )
+    if len(numbers) > 1:
         raise ValueError(
             f"torch_turboquant: {name} is one of several attentions of a layer, which this backend "
             f"does not support: {ELSEWHERE}"
