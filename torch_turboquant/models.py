@@ -45,8 +45,8 @@ _STATE_TYPES = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurr
 # Other families have defaults of their own, which only transformers knows.
 DERIVED_HEAD_DIM = frozenset(
     "apertus arcee cohere cohere2 diffllama flex_olmo granite granite_swa granitemoe "
-    "granitemoehybrid granitemoeshared jamba lfm2 llama ministral mistral mixtral olmo olmo2 olmo3 "
-    "olmoe phi phi3 phimoe qwen2 qwen2_moe smollm3 stablelm starcoder2".split()
+    "granitemoehybrid granitemoeshared jamba lfm2 llama ministral mistral mixtral nemotron-nas "
+    "olmo olmo2 olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe smollm3 stablelm starcoder2".split()
 )
 # Every n-th layer has full attention where the file names no pattern: n by family.
 _SLIDING_PATTERN = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "gpt_oss": 2}
@@ -139,6 +139,10 @@ class Fields:
                 if heads := self.get("num_global_key_value_heads"):
                     changes["num_key_value_heads"] = heads
         if self.is_file:
+            if blocks := self.get("block_configs"):  # nemotron-nas
+                if group := blocks[index]["attention"].get("n_heads_in_group"):
+                    heads = self.number("num_attention_heads", "kv_heads")
+                    changes["num_key_value_heads"] = heads // group
             for key, values in (self.get("per_layer_config") or {}).items():
                 if int(key) == index:
                     changes |= values
@@ -342,6 +346,16 @@ def _types_of_older_files(fields: Fields, count: int) -> list[str]:
         window = None
     if named := (fields.get("linear_attn_config") or {}).get("full_attn_layers"):  # from 1 on
         return ["full_attention" if i + 1 in named else "linear_attention" for i in range(count)]
+    if (kinds := fields.get("attn_type_list")) is not None:  # MiniMax
+        return ["full_attention" if attends else "linear_attention" for attends in kinds]
+    if blocks := fields.get("block_configs"):  # nemotron-nas
+        return [_type_of_block(block["attention"]) for block in blocks]
+    if fields.get("attention_chunk_size"):  # Llama 4
+        rotated = fields.get("no_rope_layers")
+        if not rotated:
+            nth = fields.get("no_rope_layer_interval") or 4
+            rotated = [(i + 1) % nth for i in range(count)]
+        return ["chunked_attention" if rope else "full_attention" for rope in rotated]
     interval = fields.get("full_attention_interval") or _FULL_INTERVAL.get(kind)
     pattern = (
         fields.get("sliding_window_pattern")
@@ -377,6 +391,13 @@ def _types_of_older_files(fields: Fields, count: int) -> list[str]:
             "layer_types",
         )
     return ["sliding_attention" if window else "full_attention"] * count
+
+
+def _type_of_block(attention: Mapping[str, Any]) -> str:
+    """The type of a block of nemotron-nas, whose attention may be gone, or a linear layer."""
+    if attention.get("no_op") or attention.get("replace_with_linear"):
+        return "mlp"
+    return "windowed_attention" if attention.get("window_length") else "full_attention"
 
 
 def _every(period: int, other: str, count: int) -> list[str]:
