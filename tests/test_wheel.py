@@ -473,6 +473,18 @@ def test_demo_passes_its_arguments_on(monkeypatch):
     assert command_line.main(["demo", "--tokens", "7"]) == 7
 
 
+def test_an_interrupted_program_says_so(monkeypatch, capsys):
+    def run(args):
+        raise KeyboardInterrupt
+
+    program = ModuleType("torch_turboquant.demo")
+    program.add_arguments = lambda parser: None
+    program.run = run
+    monkeypatch.setitem(sys.modules, "torch_turboquant.demo", program)
+    assert command_line.main(["demo"]) == 130
+    assert capsys.readouterr().err == "demo: interrupted\n"
+
+
 # ---- how it fails
 
 

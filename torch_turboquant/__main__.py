@@ -19,6 +19,8 @@ from torch_turboquant._library import build_info
 from torch_turboquant._version import __version__
 from torch_turboquant.memory import cli as memory
 
+INTERRUPTED = 130  # the exit status that shells give a command which Ctrl-C ended
+
 
 class Parser(argparse.ArgumentParser):
     """Prints an error as one line, and where to find the options instead of all of them."""
@@ -89,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     if args.command == "memory":
         return memory.run(args)
     try:
