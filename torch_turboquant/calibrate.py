@@ -21,7 +21,7 @@ from typing import Any
 
 from torch_turboquant import centers
 from torch_turboquant.centers import CENTER_TOKENS, SINKS
-from torch_turboquant.eval.options import add_device_argument, output_file, positive
+from torch_turboquant.eval.options import add_device_argument, output_file, positive, read_text
 from torch_turboquant.models import (
     Fields,
     Kind,
@@ -189,17 +189,3 @@ def in_sequences(ids: list[int], args: argparse.Namespace, longest: int | None) 
         )
     length = min(len(ids), longest or len(ids))
     return [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
-
-
-def read_text(path: Path) -> str:
-    """The text of a file.
-
-    Raises:
-        ValueError: there is none, or it is no UTF-8.
-    """
-    if not path.is_file():
-        raise ValueError(f"there is no text {path}: give a file of plain text")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error

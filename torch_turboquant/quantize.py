@@ -22,8 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch_turboquant.calibrate import DTYPES, read_text
-from torch_turboquant.eval.options import add_device_argument, output_file, positive
+from torch_turboquant.calibrate import DTYPES
+from torch_turboquant.eval.options import add_device_argument, output_file, positive, read_text
 from torch_turboquant.models import model_class, read_config
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")

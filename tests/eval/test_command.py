@@ -75,7 +75,7 @@ def test_lists_have_one_syntax(text, found):
     ("argv", "says"),
     [
         (["--model", "/nonexistent"], "/nonexistent is no folder of a transformers model"),
-        (["--text", "/nonexistent"], "No such file or directory: '/nonexistent'"),
+        (["--text", "/nonexistent"], "there is no text /nonexistent"),
     ],
 )
 def test_what_is_not_there_is_told_before_a_download(monkeypatch, tmp_path, capsys, argv, says):
@@ -89,6 +89,41 @@ def test_what_is_not_there_is_told_before_a_download(monkeypatch, tmp_path, caps
     assert evaluation.run(parser.parse_args([*argv, "--cache-dir", str(tmp_path)])) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("eval: ") and says in line
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--text", "latin.txt"], "latin.txt is no text in UTF-8"),
+        (["--json", "latin.txt"], "latin.txt holds no rows of results"),
+    ],
+)
+def test_files_of_another_kind_are_told_before_a_download(
+    monkeypatch, tmp_path, capsys, options, says
+):
+    def fetch(*_):
+        raise AssertionError("a download began")
+
+    monkeypatch.setattr(assets, "fetch", fetch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin1"))
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    assert evaluation.run(parser.parse_args([*options, "--cache-dir", str(tmp_path)])) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("eval: ") and says in line
+
+
+@pytest.mark.parametrize(
+    ("locked", "says"), [("rows.json", "the file is read-only"), (".", "its folder is read-only")]
+)
+def test_what_is_read_only_is_named(tmp_path, monkeypatch, locked, says):
+    """By the answer of the system, which lets root write everywhere."""
+    path = tmp_path / "rows.json"
+    path.write_text("[]")
+    monkeypatch.setattr(options.os, "access", lambda place, mode: place != tmp_path / locked)
+    with pytest.raises(argparse.ArgumentTypeError, match=f"rows.json cannot be written: {says}"):
+        options.output_file(str(path))
 
 
 def test_latent_attention_is_refused_by_name(tmp_path, capsys):

@@ -47,6 +47,15 @@ def test_json_has_no_nan(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]
 
 
+@pytest.mark.parametrize("content", [b"", b"no JSON", b"\xff\xfe", b'{"a": 1}', b"[1, 2]"])
+def test_a_file_of_something_else_is_no_rows(tmp_path, content):
+    path = tmp_path / "rows.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"rows\.json holds no rows of results: .*Name a new file"):
+        report.read_json(path)
+    assert path.read_bytes() == content
+
+
 def test_picture(tmp_path, result):
     pytest.importorskip("matplotlib")
     report.picture(tmp_path / "quality.png", result)

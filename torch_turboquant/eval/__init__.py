@@ -38,6 +38,7 @@ from torch_turboquant.eval.options import (
     names,
     output_file,
     positive,
+    read_text,
 )
 
 ARTICLES = 12  # of Wikipedia, where no text is given
@@ -265,7 +266,7 @@ def load(args: argparse.Namespace, device: str) -> tuple[Any, Any, str, str]:
     folder = args.cache_dir or default_cache_dir()
     dtype = getattr(torch, args.dtype) if args.dtype else None
     # What is given is looked at before anything is downloaded.
-    text = None if args.text is None else args.text.read_text(encoding="utf-8")
+    text = None if args.text is None else read_text(args.text)
     if args.model is not None:
         assets.check_dense(args.model)
         assets.check_keys(args.model)
@@ -380,12 +381,12 @@ def run(args: argparse.Namespace) -> int:
     if args.strategies:
         choose_strategies(args)
     try:
+        done = report.read_json(args.json)
         loaded = load(args, args.device)
         if args.steps and loaded[0].device.type != "cuda":
             raise ValueError("--steps needs a CUDA device: leave it out")
         memory = None if args.gpu is None else memory_for_caches(loaded[0], args.gpu)
         origin = row_origin("quality", str(loaded[0].device))
-        done = report.read_json(args.json)
 
         def save(rows: list[dict[str, Any]]) -> None:
             report.write_json(args.json, without(done, rows) + rows)

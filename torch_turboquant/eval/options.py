@@ -61,18 +61,34 @@ def device(text: str) -> str:
     return text
 
 
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ValueError: there is none, or it is no UTF-8.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no text {path}: give a file of plain text")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
 def output_file(text: str) -> Path:
     """The type of an option that names a file to write.
 
     Raises:
-        argparse.ArgumentTypeError: its folder does not exist, which would show after the work only.
+        argparse.ArgumentTypeError: it cannot be written, which would show after the work only.
     """
     path = Path(text)
     try:
         check_place(path)
     except OSError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if path.exists() and not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: the file is read-only")
+    if not os.access(path.parent, os.W_OK):  # one rule for files that are replaced, too
         raise argparse.ArgumentTypeError(f"{text} cannot be written: its folder is read-only")
     return path
 

@@ -270,8 +270,20 @@ def finite(value: Any) -> Any:
 
 
 def read_json(path: Path) -> list[Row]:
-    """The rows that `write_json` wrote; none if there is no file."""
-    return json.loads(path.read_text()) if path.exists() else []
+    """The rows that `write_json` wrote; none if there is no file.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    if not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"{path} holds no rows of results: {error}. Name a new file") from error
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
+        raise ValueError(f"{path} holds no rows of results: expected a JSON list. Name a new file")
+    return found
 
 
 def picture(path: Path, rows: Sequence[Row]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_turboquant.eval.caches import UNCOMPRESSED, Choice
+from torch_turboquant.eval.options import read_text
 from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
 
 _TYPES = {"grid": str, "sub": int, "group": int, "skip": str, "calibrate": Path, "tokens": int}
@@ -59,7 +60,7 @@ class WeightChoice:
         """
         model, options = copy.deepcopy(model), {}
         if "calibrate" in self.options:
-            options["text"] = self.options["calibrate"].read_text(encoding="utf-8")
+            options["text"] = read_text(self.options["calibrate"])
             options |= {n: v for n, v in self.options.items() if n == "tokens"}
         layers = quantize(model, self.config, tokenizer=tokenizer, **options)
         weights = sum(layer.weights for layer in layers)
