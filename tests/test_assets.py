@@ -190,6 +190,13 @@ def test_what_is_to_be_fetched_is_said_first(tmp_path):
     assert assets.to_fetch(tmp_path) == ""
 
 
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+    """transformers makes a tokenizer of Qwen2 without words, of which a text has no tokens."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ValueError, match="has no tokenizer, which the text is read with: copy"):
+        assets.load_dense(tmp_path)
+
+
 def test_a_folder_without_a_model_says_that_nothing_is_downloaded(tmp_path):
     for name in ("nowhere", "org/name", tmp_path):
         with pytest.raises(ValueError, match=r"has no config\.json\. Nothing is downloaded"):

@@ -161,6 +161,16 @@ def test_latent_attention_has_no_centers(folder, text, capsys, monkeypatch):
     assert line.startswith(f"calibrate: {folder} has latent attention (MLA), and centers are of")
 
 
+def test_tokenizers_that_are_none(folder, text, capsys):
+    (folder / "tokenizer.json").write_text("{}")
+    line = refused(capsys, folder, text)
+    assert line.startswith(f"calibrate: the tokenizer in {folder} cannot be read: ")
+    for path in folder.glob("*token*"):
+        path.unlink()
+    line = refused(capsys, folder, text)
+    assert line.startswith(f"calibrate: {folder} has no tokenizer, which the text is read with")
+
+
 def test_a_folder_that_does_not_exist(folder, text, tmp_path, capsys):
     with pytest.raises(SystemExit):
         calibrate(folder, text, "-o", tmp_path / "nowhere" / "c.safetensors")

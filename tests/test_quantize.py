@@ -121,6 +121,16 @@ def test_folders_that_cannot_be_used(folder, tmp_path, capsys):
     assert not (tmp_path / "twice").exists()
 
 
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_damaged_file_of_weights(calibrated, folder, text, tmp_path, capsys):
+    for path in folder.glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:100])
+    options = ["--calibrate", text] if calibrated else []
+    assert run(folder, tmp_path / "out", *options) == 1
+    assert f"quantize: the weights in {folder} are damaged: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_weight_that_is_not_finite(folder, tmp_path, capsys):
     model = tiny_llama(vocab_size=128)
     with torch.no_grad():

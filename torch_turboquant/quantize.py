@@ -150,8 +150,7 @@ def pack(args: argparse.Namespace, text: str | None, folder: Path) -> dict[str, 
     Raises:
         ValueError: the model cannot be packed, or the text is too short.
     """
-    from transformers import AutoTokenizer
-
+    from torch_turboquant.eval import assets
     from torch_turboquant.integrations.transformers.weights import (
         TurboQuantConfig,
         noted_layers,
@@ -162,15 +161,15 @@ def pack(args: argparse.Namespace, text: str | None, folder: Path) -> dict[str, 
         args.bits, skip=args.skip, layers={name: {"bits": bits} for name, bits in args.layer}
     )
     kind = model_class(read_config(args.model))
-    options: dict[str, Any] = {"local_files_only": True, "dtype": args.dtype or "auto"}
+    options: dict[str, Any] = {"dtype": args.dtype or "auto"}
     if text is None:
         if args.device not in ("auto", "cpu"):  # a GPU is quicker, and then needs accelerate
             options["device_map"] = {"": args.device}
         with noted_layers() as rows:
-            model = kind.from_pretrained(args.model, quantization_config=config, **options)
+            model = assets.load_weights(kind, args.model, quantization_config=config, **options)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
-        model = kind.from_pretrained(args.model, **options)
+        tokenizer = assets.load_tokenizer(args.model)
+        model = assets.load_weights(kind, args.model, **options)
         model.to(default_device() if args.device == "auto" else args.device)
         limits = {n: v for n in ("tokens", "budget") if (v := getattr(args, n)) is not None}
         rows = quantize(model, config, text=text, tokenizer=tokenizer, **limits)

@@ -66,6 +66,8 @@ _WHEEL_OPTIONS = (
 ).split()
 
 _DENSE = "SmolLM2-135M-Instruct"  # the folder of the model, expanded
+# How names of files begin that hold a tokenizer, in the formats that transformers reads.
+_TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")
 DISK_MB = 640  # MB of everything together once it is there
 
 # ------------------------------------------------------------------------------------ fetching
@@ -192,11 +194,9 @@ def load_dense(
         dtype: the model computes in it; None means float32 on CPUs and bfloat16 on GPUs.
 
     Raises:
-        ValueError: see `check_dense`.
+        ValueError: see `check_dense`, `load_tokenizer` and `load_weights`.
     """
     check_dense(dense)
-    from safetensors import SafetensorError
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     from torch_turboquant.models import model_class, read_config
@@ -206,13 +206,45 @@ def load_dense(
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     logging.disable_progress_bar()
-    kind = model_class(read_config(dense))
+    tokenizer = load_tokenizer(dense)
+    model = load_weights(model_class(read_config(dense)), dense, dtype=dtype)
+    return model.to(device).eval(), tokenizer
+
+
+def load_tokenizer(dense: Path) -> Any:
+    """The tokenizer in a folder of transformers.
+
+    Raises:
+        ValueError: there is none, for which transformers may make one without words; or it is
+            damaged.
+    """
+    from transformers import AutoTokenizer
+
+    names = [path.name for path in dense.iterdir()]
+    if not any(name.startswith(_TOKENIZERS) or name.endswith(".tiktoken") for name in names):
+        raise ValueError(
+            f"{dense} has no tokenizer, which the text is read with: copy tokenizer.json and "
+            "tokenizer_config.json of the model into it"
+        )
     try:
-        model = kind.from_pretrained(dense, dtype=dtype, local_files_only=True)
+        return AutoTokenizer.from_pretrained(dense, local_files_only=True)
+    except Exception as error:  # tokenizers raises nothing more special
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(f"the tokenizer in {dense} cannot be read: {why}") from error
+
+
+def load_weights(kind: Any, dense: Path, **options: Any) -> Any:
+    """`kind.from_pretrained` of a folder, without a download.
+
+    Raises:
+        ValueError: a file of weights is damaged.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        return kind.from_pretrained(dense, local_files_only=True, **options)
     except SafetensorError as error:
         raise ValueError(f"the weights in {dense} are damaged: {error}") from error
-    tokenizer = AutoTokenizer.from_pretrained(dense, local_files_only=True)
-    return model.to(device).eval(), tokenizer
 
 
 def check_dense(dense: Path) -> None:
