@@ -62,6 +62,23 @@ def test_names_that_are_refused(text, says):
         Choice.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "layers.json cannot be read: .*No such file"),
+        ("no JSON", "layers.json cannot be read: Expecting value"),
+        ("[1]", "layers.json holds no layers"),
+        ('{"0": ["k8v8"]}', "layer@preset"),
+    ],
+)
+def test_files_of_layers_that_are_refused(tmp_path, monkeypatch, content, says):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / "layers.json").write_text(content)
+    with pytest.raises(ValueError, match=says):
+        Choice.parse("k4v4:layers=layers.json")
+
+
 def test_changes_reach_the_cache(model):
     cache = Choice.parse("k4v4:recent_window=7,center=none,boundary_layers=1").make(model)
     cache.detach()

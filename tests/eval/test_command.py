@@ -40,7 +40,16 @@ def test_the_command(model, tmp_path, monkeypatch, readings, capsys):
     assert "the text has 460 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [("--caches", "k9v9"), ("--chunk", "0")])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--caches", "k9v9"),
+        ("--caches", "k4v4:layers=nowhere.json"),
+        ("--chunk", "0"),
+        ("--picture", "quality"),
+        ("--picture", "quality.txt"),
+    ],
+)
 def test_options_that_are_refused(argv, capsys):
     parser = argparse.ArgumentParser()
     evaluation.add_arguments(parser)

@@ -44,6 +44,7 @@ from torch_turboquant.eval.options import (
 ARTICLES = 12  # of Wikipedia, where no text is given
 NEEDLE_LENGTHS = (512, 1024, 2048)
 STRATEGY_CONTEXT = 2048  # tokens of a context in the table of strategies
+PICTURES = (".png", ".svg", ".pdf")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -83,6 +84,14 @@ def _memory(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _picture(text: str) -> Path:
+    """The type of --picture."""
+    path = output_file(text)
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text} ends in none of {', '.join(PICTURES)}")
+    return path
 
 
 def default_caches() -> str:
@@ -229,9 +238,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--picture",
-        type=output_file,
+        type=_picture,
         metavar="FILE",
-        help="also draw quality against size (PNG, SVG)",
+        help=f"also draw quality against size ({', '.join(PICTURES)})",
     )
 
 

@@ -91,10 +91,16 @@ _ARGUMENTS = {"layers": "layer_presets"}  # arguments of for_model that have ano
 def _layers(text: str) -> dict[int, str]:
     """{0: "k8v8", 1: "k4v4"} from "0@k8v8+1@k4v4", or from the name of a JSON file."""
     if text.endswith(".json"):
-        pairs = list(json.loads(Path(text).read_text()).items())
+        try:
+            found = json.loads(Path(text).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"layers={text} cannot be read: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f'layers={text} holds no layers: write {{"0": "k8v8"}} into it')
+        pairs = list(found.items())
     else:
         pairs = [part.partition("@")[::2] for part in text.split("+")]
-    if any(preset not in PRESETS for _, preset in pairs):
+    if not all(isinstance(preset, str) and preset in PRESETS for _, preset in pairs):
         raise ValueError(f"layers={text}: write layer@preset, joined by +")
     try:
         return {int(layer): preset for layer, preset in pairs}
