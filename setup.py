@@ -27,10 +27,18 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from setuptools import setup
-from setuptools.command.bdist_wheel import bdist_wheel
+import setuptools
 from setuptools.command.build_ext import build_ext
 from setuptools.dist import Distribution
+
+# As pyproject.toml says; without build isolation pip does not look.
+if int(setuptools.__version__.partition(".")[0]) < 77:
+    sys.exit(
+        "torch_turboquant: building needs setuptools >= 77, but setuptools "
+        f"{setuptools.__version__} is installed: pip install 'setuptools>=77'"
+    )
+
+from setuptools.command.bdist_wheel import bdist_wheel  # older versions have none
 
 # Machine code also runs on later minor versions of a GPU: that of 8.0 on 8.6 and 8.9. No PTX, which
 # would make the library a quarter larger: a GPU to come gets an error that names these.
@@ -280,7 +288,7 @@ class BinaryDistribution(Distribution):
 
 
 if __name__ == "__main__":
-    setup(
+    setuptools.setup(
         distclass=BinaryDistribution,
         cmdclass={"build_ext": BuildLibraries, "bdist_wheel": StableWheel},
     )

@@ -191,6 +191,14 @@ def test_choices_that_are_refused(setup, monkeypatch):
     assert setup.choose_cuda() == "nvcc is not in CUDA_HOME/bin nor on PATH"
 
 
+def test_an_old_setuptools_is_refused_by_name(monkeypatch):
+    """Python 3.11 puts 65.5 into a new virtual environment."""
+    setuptools = pytest.importorskip("setuptools")
+    monkeypatch.setattr(setuptools, "__version__", "65.5.0")
+    with pytest.raises(SystemExit, match=r"needs setuptools >= 77, but setuptools 65\.5\.0 is"):
+        load_script("setup.py")
+
+
 def test_machine_code_of_one_architecture(setup, monkeypatch):
     """nvcc is asked for the chosen ones and no others; without CUDA it is not asked at all."""
     monkeypatch.chdir(ROOT)
