@@ -11,6 +11,7 @@ from tests.sglang.harness import ON_GPU, SHAPE, engine, replay, save_gemma, told
 from tests.vllm.harness import prompt, randomise, save, save_llama
 from tests.vllm.reference import Reference
 from torch_turboquant import centers as files
+from torch_turboquant.integrations.sglang.backend import TurboQuantBackend
 
 TOKENS = 12
 PROMPTS = [prompt(n, seed=n) for n in (9, 40, 70)]
@@ -88,3 +89,32 @@ def test_layers_with_presets_of_their_own(tmp_path):
     assert bytes_of == sorted(bytes_of)[::-1] or bytes_of[1] == min(bytes_of)
     for p, answer in zip(PROMPTS, answers, strict=True):
         replay(reference, p, answer)
+
+
+def test_a_model_of_transformers(tmp_path):
+    """SGLang calls the attention of its layers by number, and learns its scale in a call."""
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+    config = transformers.GraniteConfig(**shape, attention_multiplier=0.2)
+    model = save(randomise(transformers.GraniteForCausalLM(config)), tmp_path)
+    reference = Reference(model, "k5v4u", window=16)
+    settings = {"preset": "k5v4u", "window": 16}
+    with engine(tmp_path, settings, model_impl="transformers") as loop:
+        answers = loop.generate(PROMPTS, TOKENS)
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        replay(reference, p, answer)
+
+
+def test_biased_keys_of_a_model_of_transformers(biased):
+    folder, _ = biased
+    with (
+        pytest.raises(ValueError, match="the keys of layer 0 have a bias, which 5-bit keys"),
+        engine(folder, model_impl="transformers"),
+    ):
+        pass
+
+
+def test_no_attention_is_found():
+    """A model that keeps its layers where nobody looks is refused at start."""
+    backend = object.__new__(TurboQuantBackend)
+    with pytest.raises(ValueError, match="no attention is found in Linear: choose another"):
+        backend._bind(torch.nn.Linear(1, 1), requests=1)

@@ -18,7 +18,8 @@ wrong are overwritten, in pages and ring, before anything reads them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import sglang
@@ -57,6 +58,8 @@ class Layer(NamedTuple):
     """[rows, kv_heads, 2, head_dim], in the memory of the ring; None: there are none."""
     store_arguments: tuple[Any, ...]
     attend_arguments: tuple[Any, ...]
+    scale: float
+    """Of the products of queries and keys."""
     step_arguments: dict[str, Any]
     options: tuple[int, float]
     """Sliding window, with the query itself; soft cap."""
@@ -132,16 +135,16 @@ class TurboQuantBackend(AttentionBackend):
     def _bind(self, model: torch.nn.Module, requests: int) -> dict[int, Layer]:
         """Every attention layer of the model by its number."""
         found: dict[int, RadixAttention] = {}
-        for name, module in model.named_modules():
-            if not isinstance(module, RadixAttention):
-                continue
+        for module, keys_have_bias in _attention_layers(model):
             wrong = limits.wrong_layer(module, self.plan.head_dim, self.plan.kv_heads)
             if module.layer_id in found:
                 wrong.append(f"two layers have the number {module.layer_id}: {ELSEWHERE}")
             limits.refuse(wrong)
             found[module.layer_id] = module
-            if _keys_have_bias(model.get_submodule(name.rpartition(".")[0])):
+            if keys_have_bias:
                 self.plan.check_biased_keys(module.layer_id)
+        if not found:
+            limits.refuse([f"no attention is found in {type(model).__name__}: {ELSEWHERE}"])
         return {number: self._layer(module, requests) for number, module in found.items()}
 
     def _layer(self, module: RadixAttention, requests: int) -> Layer:
@@ -167,7 +170,8 @@ class TurboQuantBackend(AttentionBackend):
             ring,
             None if ring is None or first_tokens is None else ring[:, :, 0],
             store_constants(config, tables),
-            (*attend_constants(config, tables), module.scaling),
+            attend_constants(config, tables),
+            module.scaling,
             step_constants(config, tables),
             (sees, soft_cap),
             is_sliding,
@@ -409,6 +413,7 @@ class TurboQuantBackend(AttentionBackend):
             step.block_table,
             step.seq_lens,
             *bound.attend_arguments,
+            bound.scale,
             step.starts,
             step.longest,
             *tail,
@@ -436,6 +441,8 @@ class TurboQuantBackend(AttentionBackend):
         """A layer's memory, and the step with the slots of its pool."""
         bound, step = self.layers[layer.layer_id], self.step
         assert step is not None, "SGLang describes a step before it runs one"
+        if layer.scaling != bound.scale:  # a model of transformers says it in its first call
+            bound = self.layers[layer.layer_id] = _rescaled(bound, layer.scaling)
         if bound.is_sliding:
             assert step.sliding is not None
             step = step.sliding
@@ -457,7 +464,32 @@ class TurboQuantBackend(AttentionBackend):
         return None if sinks is None else sinks.float()
 
 
+def _attention_layers(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, bool]]:
+    """Every attention layer of a model, and whether its keys have a bias.
+
+    Around a model of transformers (--model-impl transformers, and models that SGLang does not know)
+    SGLang has the layers in a dictionary, by the numbers that the model's own attention has.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, RadixAttention):
+            yield module, _keys_have_bias(model.get_submodule(name.rpartition(".")[0]))
+    beside: dict[int, RadixAttention] = getattr(model, "attention_instances", {})
+    biased = {
+        getattr(module, "layer_idx", None) for module in model.modules() if _keys_have_bias(module)
+    }
+    for number, module in beside.items():
+        yield module, number in biased
+
+
 def _keys_have_bias(attention: torch.nn.Module) -> bool:
     """Whether the keys of an attention module have a bias."""
     projections = (getattr(attention, name, None) for name in ("qkv_proj", "k_proj"))
     return any(getattr(found, "bias", None) is not None for found in projections)
+
+
+def _rescaled(bound: Layer, scale: float) -> Layer:
+    """A layer whose products of queries and keys have another scale."""
+    prompts = bound.prompts
+    if prompts is not None:
+        prompts = replace(prompts, options={**prompts.options, "softmax_scale": scale})
+    return bound._replace(scale=scale, prompts=prompts)
