@@ -91,6 +91,24 @@ def test_layers_with_presets_of_their_own(tmp_path):
         replay(reference, p, answer)
 
 
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt2")
+    config = transformers.GPT2Config(
+        vocab_size=128, n_embd=256, n_layer=2, n_head=4, eos_token_id=None, bos_token_id=None
+    )
+    return folder, save(randomise(transformers.GPT2LMHeadModel(config)), folder)
+
+
+def test_biased_keys_of_a_projection_with_a_name_of_its_own(gpt2):
+    folder, _ = gpt2
+    with (
+        pytest.raises(ValueError, match="the keys of layer 0 have a bias, which 5-bit keys"),
+        engine(folder),
+    ):
+        pass
+
+
 def test_a_model_of_transformers(tmp_path):
     """SGLang calls the attention of its layers by number, and learns its scale in a call."""
     shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}

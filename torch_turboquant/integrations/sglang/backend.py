@@ -26,6 +26,7 @@ import sglang
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask, maybe_create_verify_mask
+from sglang.srt.layers.linear import QKVParallelLinear
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
@@ -483,8 +484,11 @@ def _attention_layers(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, 
 
 def _keys_have_bias(attention: torch.nn.Module) -> bool:
     """Whether the keys of an attention module have a bias."""
-    projections = (getattr(attention, name, None) for name in ("qkv_proj", "k_proj"))
-    return any(getattr(found, "bias", None) is not None for found in projections)
+    return any(
+        getattr(module, "bias", None) is not None
+        for name, module in attention.named_children()
+        if name == "k_proj" or isinstance(module, QKVParallelLinear)
+    )
 
 
 def _rescaled(bound: Layer, scale: float) -> Layer:
