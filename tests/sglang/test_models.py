@@ -109,6 +109,16 @@ def test_biased_keys_of_a_projection_with_a_name_of_its_own(gpt2):
         pass
 
 
+def test_a_model_that_runs_with_gradients(gpt2):
+    """SGLang turns them off in its event loop, and not where it records graphs."""
+    folder, model = gpt2
+    reference = Reference(model, "k8v8", window=16)
+    with engine(folder, {"preset": "k8v8", "window": 16}) as loop:
+        answers = loop.generate(PROMPTS, TOKENS)
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        replay(reference, p, answer)
+
+
 def test_a_model_of_transformers(tmp_path):
     """SGLang calls the attention of its layers by number, and learns its scale in a call."""
     shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}

@@ -259,8 +259,9 @@ class TurboQuantBackend(AttentionBackend):
                 f"torch_turboquant: attention that is not causal is not supported: {ELSEWHERE}"
             )
 
-    # ---- a layer's calls
+    # ---- a layer's calls; SGLang records graphs of some models with gradients on
 
+    @torch.no_grad()
     def forward_decode(
         self,
         q: Tensor,
@@ -279,6 +280,7 @@ class TurboQuantBackend(AttentionBackend):
         _store_and_attend(*arguments, slot_mapping=step.slots, **bound.step_arguments, out=out)
         return out.flatten(1)
 
+    @torch.no_grad()
     def forward_extend(
         self,
         q: Tensor,
