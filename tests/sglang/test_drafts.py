@@ -112,6 +112,26 @@ def test_ngrams(model, window, chain):
     assert len({*steps}) > 2
 
 
+@pytest.mark.parametrize("algorithm", ["NGRAM", "NEXTN", "STANDALONE"])
+def test_numbers_that_sglang_chooses(model, tmp_path, algorithm):
+    """Of drafts, where none are given; and what NEXTN is another name of."""
+    folder, llama = model
+    options = ngrams() if algorithm == "NGRAM" else drafted(algorithm, folder)
+    if algorithm == "NEXTN":
+        save_head(tmp_path, llama, "EAGLE")
+        options["speculative_draft_model_path"] = str(tmp_path)
+    else:
+        for name in ("num_draft_tokens", "num_steps", "eagle_topk"):
+            options.pop(f"speculative_{name}", None)
+    reference = Reference(llama, PRESET, window=WINDOW)
+    with engine(folder, {"preset": PRESET, "window": WINDOW}, **options) as loop:
+        answers = loop.generate(PROMPTS, TOKENS)
+        assert loop.accepted
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        assert len(answer.tokens) == TOKENS
+        replay(reference, p, answer)
+
+
 @pytest.mark.parametrize(("algorithm", "least"), [("EAGLE", 1.5), ("EAGLE3", 1), ("STANDALONE", 3)])
 def test_drafts_of_a_model(model, tmp_path, algorithm, least):
     folder, llama = model

@@ -304,7 +304,7 @@ def test_two_backends_are_refused():
             "models with Mamba, or linear attention other than by gated delta",
         ),
         (
-            {"mambaish_config": 1, "hybrid_gdn_config": 1, "server_args": DRAFTS},
+            {"mambaish_config": 1, "hybrid_gdn_config": 1, "args": DRAFTS},
             "drafts for a model with linear attention are not supported",
         ),
         (
@@ -316,7 +316,7 @@ def test_two_backends_are_refused():
             "all of whose layers have sliding windows .*: pass --disable-hybrid-swa-memory",
         ),
         (
-            {"is_hybrid_swa": True, "server_args": DRAFTS},
+            {"is_hybrid_swa": True, "args": DRAFTS},
             "drafts beside a pool of its own .*: pass --disable-hybrid-swa-memory",
         ),
         ({"post_capture_kv_active": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is not supported"),
@@ -340,8 +340,8 @@ def test_models_that_are_refused(changes, text):
         "device": "cpu",
         "model_dtype": torch.float32,
         "kv_cache_dtype": torch.float32,
-        "server_args": SimpleNamespace(kv_cache_dtype="auto", speculative_algorithm=None),
     }
+    args = changes.get("args", SimpleNamespace(kv_cache_dtype="auto", speculative_algorithm=None))
     for name, value in changes.items():
         (kvc if name in kvc else model)[name] = value
         if name == "head_dim":
@@ -349,7 +349,7 @@ def test_models_that_are_refused(changes, text):
         if name == "model_dtype":
             kvc["kv_cache_dtype"] = value
     kvc = SimpleNamespace(**kvc, model_config=SimpleNamespace(**model))
-    (found,) = limits.wrong_model(kvc)
+    (found,) = limits.wrong_model(kvc, args)
     assert re.search(text, found)
 
 
@@ -397,6 +397,14 @@ def test_everything_that_is_wrong_is_said_at_once(folder):
     with (
         pytest.raises(ValueError, match=r"--enable-streaming-session is not.*--page-size is 1"),
         engine(folder, **wrong),
+    ):
+        pass
+
+
+def test_pages_of_the_default_size_are_refused(folder):
+    with (
+        pytest.raises(ValueError, match=r"--page-size is 1, supported: .*: pass --page-size 64"),
+        engine(folder, page_size=None),
     ):
         pass
 

@@ -6,6 +6,7 @@
 SGLang finds `register` by the entry point group sglang.srt.plugins and calls it in every process.
 
     settings.py   what users write
+    arguments.py  the arguments of the server, as an engine runs with them
     limits.py     what is refused at start, with the reason and the cure
     plan.py       the presets, sizes and constants of all layers of an engine
     hooks.py      the methods of SGLang that ask the plan, and whether they do

@@ -49,40 +49,44 @@ DRAFTING = ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE")
 """Algorithms of speculative decoding; NEXTN is another name for EAGLE."""
 
 
-def wrong_arguments(server_args: Any) -> list[str]:
-    """What is wrong with the arguments of the server: sentences with their cures."""
+def wrong_arguments(args: Any) -> list[str]:
+    """What is wrong with the arguments of the server: sentences with their cures.
+
+    Args:
+        args: of arguments.chosen.
+    """
     found = []
     for name, why in OFF.items():
-        if getattr(server_args, name, None):
+        if getattr(args, name, None):
             found.append(f"{_flag(name)} is not supported, because {why}: leave it out")
     for name, (value, why) in FIXED.items():
-        given = getattr(server_args, name, None)
+        given = getattr(args, name, None)
         if given not in (value, None):
             found.append(
                 f"{_flag(name)} is {given}, supported: {value}, because {why}: leave it out"
             )
-    if server_args.page_size not in SIZES:
+    if args.page_size not in SIZES:
         found.append(
-            f"--page-size is {server_args.page_size}, supported: "
+            f"--page-size is {args.page_size}, supported: "
             f"{', '.join(map(str, SIZES))}: pass --page-size 64"
         )
-    if server_args.kv_cache_dtype not in CACHE_DTYPES:
+    if args.kv_cache_dtype not in CACHE_DTYPES:
         found.append(
-            f"--kv-cache-dtype is {server_args.kv_cache_dtype}, but pages of TurboQuant hold codes "
+            f"--kv-cache-dtype is {args.kv_cache_dtype}, but pages of TurboQuant hold codes "
             "of their own: leave it out, and choose a preset"
         )
-    prefill, decode = backends_of(server_args)
+    prefill, decode = backends_of(args)
     if prefill != decode:
         found.append(
             f"prefill has the attention backend {prefill} and decode {decode}, but only one "
             "backend can read the pages: pass --attention-backend alone"
         )
-    return found + wrong_drafts(server_args)
+    return found + wrong_drafts(args)
 
 
-def wrong_drafts(server_args: Any) -> list[str]:
-    """What is wrong with speculative decoding: sentences with their cures."""
-    algorithm = server_args.speculative_algorithm
+def wrong_drafts(args: Any) -> list[str]:
+    """What is wrong with speculative decoding; args and sentences as in wrong_arguments."""
+    algorithm = args.speculative_algorithm
     if algorithm is None:
         return []
     if algorithm not in DRAFTING:
@@ -91,17 +95,17 @@ def wrong_drafts(server_args: Any) -> list[str]:
             "of these, or leave it out"
         ]
     found = []
-    if (server_args.speculative_eagle_topk or 1) != 1:
+    if (args.speculative_eagle_topk or 1) != 1:
         flag = (
             "--speculative-ngram-max-bfs-breadth"
             if algorithm == "NGRAM"
             else "--speculative-eagle-topk"
         )
         found.append(
-            f"drafts are trees, with {server_args.speculative_eagle_topk} guesses for a token, but "
+            f"drafts are trees, with {args.speculative_eagle_topk} guesses for a token, but "
             f"only chains are supported: pass {flag} 1"
         )
-    theirs = server_args.speculative_draft_attention_backend
+    theirs = args.speculative_draft_attention_backend
     if algorithm != "NGRAM" and (theirs is None or is_ours(theirs)):
         found.append(
             "the model that drafts has keys of its own in a pool of SGLang's, which another "
@@ -111,8 +115,13 @@ def wrong_drafts(server_args: Any) -> list[str]:
     return found
 
 
-def wrong_model(kvc: Any) -> list[str]:
-    """What is wrong with a model: sentences with their cures. kvc: SGLang's KVCacheConfigurator."""
+def wrong_model(kvc: Any, args: Any) -> list[str]:
+    """What is wrong with a model: sentences with their cures.
+
+    Args:
+        kvc: SGLang's KVCacheConfigurator.
+        args: of arguments.chosen.
+    """
     model, dtype = kvc.model_config, kvc.model_dtype
     on_cpu = str(kvc.device) == "cpu"
     found = []
@@ -123,18 +132,18 @@ def wrong_model(kvc: Any) -> list[str]:
             "models with Mamba, or linear attention other than by gated delta rules, are not "
             f"supported: {ELSEWHERE}"
         )
-    elif kvc.mambaish_config is not None and kvc.server_args.speculative_algorithm is not None:
+    elif kvc.mambaish_config is not None and args.speculative_algorithm is not None:
         found.append(
             "drafts for a model with linear attention are not supported, because they have not "
             "been tested: leave out --speculative-algorithm"
         )
     if kvc.is_hybrid_swa:
-        found += wrong_pools(kvc)
+        found += wrong_pools(kvc, args)
     if kvc.post_capture_kv_active:
         found.append("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is not supported: leave it out")
     if getattr(model, "is_encoder_decoder", False) or not getattr(model, "is_generation", True):
         found.append(f"models that do not generate by a decoder are not supported: {ELSEWHERE}")
-    if kvc.server_args.kv_cache_dtype == "auto" and kvc.kv_cache_dtype != dtype:
+    if args.kv_cache_dtype == "auto" and kvc.kv_cache_dtype != dtype:
         found.append(
             f"the checkpoint asks for a cache in {kvc.kv_cache_dtype}, but pages of TurboQuant "
             "hold codes of their own: pass --kv-cache-dtype bf16"
@@ -145,8 +154,9 @@ def wrong_model(kvc: Any) -> list[str]:
     return [*found, wrong] if wrong else found
 
 
-def wrong_pools(kvc: Any) -> list[str]:
-    """What is wrong with a model whose sliding layers SGLang gives a pool of their own."""
+def wrong_pools(kvc: Any, args: Any) -> list[str]:
+    """What is wrong with a model whose sliding layers SGLang gives a pool of their own; arguments
+    as in wrong_model."""
     found = []
     if kvc.is_hybrid_swa_compress:
         found.append(
@@ -158,7 +168,7 @@ def wrong_pools(kvc: Any) -> list[str]:
             "a model all of whose layers have sliding windows is not supported with the pool that "
             "SGLang gives it: pass --disable-hybrid-swa-memory"
         )
-    if kvc.server_args.speculative_algorithm is not None:
+    if args.speculative_algorithm is not None:
         found.append(
             "drafts beside a pool of its own for layers with sliding windows are not supported, "
             "because they have not been tested: pass --disable-hybrid-swa-memory"

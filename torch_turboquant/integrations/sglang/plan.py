@@ -16,6 +16,7 @@ from torch_turboquant.format import FORMAT_VERSION
 from torch_turboquant.integrations.engine import pages
 from torch_turboquant.integrations.engine.centers import LayerConstants, find_file
 from torch_turboquant.integrations.sglang import limits
+from torch_turboquant.integrations.sglang.arguments import chosen
 from torch_turboquant.integrations.sglang.settings import (
     NO_CENTERS,
     backends_of,
@@ -53,8 +54,8 @@ class Plan:
     def __init__(self, kvc: Any) -> None:
         from sglang.srt.runtime_context import get_parallel
 
-        args, model = kvc.server_args, kvc.model_config
-        limits.refuse(limits.wrong_arguments(args) + limits.wrong_model(kvc))
+        args, model = chosen(kvc.server_args), kvc.model_config
+        limits.refuse(limits.wrong_arguments(args) + limits.wrong_model(kvc, args))
         self.settings = parse(args.attention_backend, args.json_model_override_args)
         self.rank, self.ranks = get_parallel().attn_tp_rank, get_parallel().attn_tp_size
         self.page_size: int = kvc.page_size
@@ -71,9 +72,9 @@ class Plan:
         if self.drafts:  # where each draft reads itself as it is, which is a window of one token
             base = replace(base, recent_window=max(1, base.recent_window))
         total = int(model.num_hidden_layers)
-        chosen = dict(self.settings.layers)
-        limits.refuse(limits.wrong_layer_presets(chosen, self.own_layers, total))
-        self.configs = layer_configs(base, [0] * total, layer_presets=chosen)
+        presets = dict(self.settings.layers)
+        limits.refuse(limits.wrong_layer_presets(presets, self.own_layers, total))
+        self.configs = layer_configs(base, [0] * total, layer_presets=presets)
         self.sinks, self.window = base.sink_tokens, base.recent_window
         self.requested: int | None = args.max_running_requests
         self.max_requests = 0  # of config_from_budget
@@ -255,7 +256,7 @@ def plan_of(kvc: Any) -> Plan | None:
     Raises:
         ValueError: there are settings for another backend; and as Plan.
     """
-    args = kvc.server_args
+    args = chosen(kvc.server_args)
     if not is_ours(args.attention_backend):
         ours = any(map(is_ours, backends_of(args)))
         if ours or given_settings(args.json_model_override_args) is not None:
@@ -266,6 +267,6 @@ def plan_of(kvc: Any) -> Plan | None:
         return None
     if kvc.is_draft_worker:
         return None
-    if not _LATEST or _LATEST[0][0] is not args:
-        _LATEST[:] = [(args, Plan(kvc))]
+    if not _LATEST or _LATEST[0][0] is not kvc.server_args:
+        _LATEST[:] = [(kvc.server_args, Plan(kvc))]
     return _LATEST[0][1]
