@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("sglang", reason="needs SGLang: make sglang")
+sglang = pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -234,6 +234,8 @@ def test_the_engine_counts_exact_tails(folder):
 @pytest.mark.parametrize("name", [*limits.OFF, *limits.FIXED])
 def test_arguments_that_this_version_has(name):
     """An argument that SGLang has renamed would no longer be refused."""
+    if tuple(map(int, sglang.__version__.split(".")[:3])) < limits.SINCE.get(name, (0,)):
+        return
     assert hasattr(ServerArgs, name) or name in ServerArgs.__dataclass_fields__
 
 
@@ -257,6 +259,11 @@ def test_arguments_that_this_version_has(name):
             {"speculative_algorithm": "EAGLE", "speculative_draft_attention_backend": None},
             "the model that drafts has keys of its own .* --speculative-draft-attention-backend",
         ),
+        (
+            {"enable_unified_cache_external_linker": True},
+            "--enable-unified-cache-external-linker is not supported, because its pages would have",
+        ),
+        ({"attn_dp_size": 2}, "--attn-dp-size is 2, supported: 1, because only tensor parallelism"),
         ({"pp_size": 2}, "--pp-size is 2, supported: 1, because only tensor parallelism"),
     ],
 )

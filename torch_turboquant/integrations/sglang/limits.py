@@ -21,6 +21,7 @@ OFF = {
     "enable_hierarchical_cache": PAGES_ONLY_HERE,
     "enable_lmcache": PAGES_ONLY_HERE,
     "enable_flexkv": PAGES_ONLY_HERE,
+    "enable_unified_cache_external_linker": PAGES_ONLY_HERE,
     "disaggregation_decode_enable_offload_kvcache": PAGES_ONLY_HERE,
     "enable_hisparse": "packed pages are attended to as a whole",
     "enable_unified_memory": "packed pages have a pool of their own",
@@ -41,9 +42,13 @@ FIXED = {
     "disaggregation_mode": ("null", PAGES_ONLY_HERE),
     "kv_canary": ("none", "packed pages have no keys that it could look at"),
     "pp_size": (1, TENSOR_PARALLEL),
+    "attn_dp_size": (1, TENSOR_PARALLEL),
     "dcp_size": (1, TENSOR_PARALLEL),
     "attn_cp_size": (1, TENSOR_PARALLEL),
 }
+SINCE = {"enable_unified_cache_external_linker": (0, 5, 20), "attn_dp_size": (0, 5, 22)}
+"""Those of these arguments that older versions do not have. attn_dp_size took the place of
+enable_dp_attention, which then is off in every engine."""
 
 DRAFTING = ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE")
 """Algorithms of speculative decoding; NEXTN is another name for EAGLE."""
