@@ -139,7 +139,10 @@ class TurboQuantBackend(AttentionBackend):
         for module, keys_have_bias in _attention_layers(model):
             wrong = limits.wrong_layer(module, self.plan.head_dim, self.plan.kv_heads)
             if module.layer_id in found:
-                wrong.append(f"two layers have the number {module.layer_id}: {ELSEWHERE}")
+                wrong.append(
+                    f"layers that read the keys of another layer, here of layer {module.layer_id}, "
+                    f"are not supported: {ELSEWHERE}"
+                )
             limits.refuse(wrong)
             found[module.layer_id] = module
             if keys_have_bias:
