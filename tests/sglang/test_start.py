@@ -408,6 +408,15 @@ def test_everything_that_is_wrong_is_said_at_once(folder):
         pass
 
 
+def test_an_unknown_preset_behind_the_name(folder):
+    """The command line has a list of names; sglang.Engine asks nobody."""
+    with (
+        pytest.raises(ValueError, match="unknown preset 'k9v9'"),
+        engine(folder, backend="turboquant:k9v9"),
+    ):
+        pass
+
+
 def test_pages_of_the_default_size_are_refused(folder):
     with (
         pytest.raises(ValueError, match=r"--page-size is 1, supported: .*: pass --page-size 64"),

@@ -55,8 +55,8 @@ _TYPES = {
 
 
 def is_ours(backend: str | None) -> bool:
-    """Whether a name of an attention backend is one of this plug-in's."""
-    return backend in BACKEND_NAMES
+    """Whether a name of an attention backend is one of this plug-in's, if of an unknown preset."""
+    return backend is not None and backend.partition(":")[0] == NAME
 
 
 def backends_of(server_args: Any) -> tuple[str | None, str | None]:
