@@ -391,6 +391,63 @@ def test_projections_that_are_no_plain_linear_layers(form):
     assert (found[1] - own_logits(rounded, ids, 100)).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_projections_with_a_bias(form):
+    """As those of an adapter may have one (lora_bias of peft)."""
+    model, ids = make_latent_model("youtu"), make_ids(100)
+    for module in attending_modules(model).values():
+        plain = module.kv_b_proj
+        module.kv_b_proj = torch.nn.Linear(plain.in_features, plain.out_features)
+        module.kv_b_proj.weight.copy_(plain.weight)
+        module.kv_b_proj.bias.normal_()
+    with TurboQuantCache.for_model(model, "uncompressed", **FORMS[form]) as cache:
+        logits = feed(model, cache, ids, 80, *[1] * 15)
+    own = own_logits(model, ids, 100)
+    assert (logits - own).abs().max() < 1e-4 * own.abs().max()
+
+
+class Packed(torch.Tensor):
+    """A weight that can be multiplied with and has no other shape, as those of torchao."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.unflatten:
+            raise NotImplementedError(function)
+        if function is torch.nn.functional.linear:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_weights_of_another_class_of_tensors():
+    model, ids = make_latent_model("youtu"), make_ids(90)
+    own = own_logits(model, ids, 90)
+    for module in attending_modules(model).values():
+        packed = module.kv_b_proj.weight.detach().as_subclass(Packed)
+        module.kv_b_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
+        assert type(module.kv_b_proj) is torch.nn.Linear
+    with TurboQuantCache.for_model(model, "uncompressed") as cache:
+        logits = feed(model, cache, ids, 80, *[1] * 10)
+    assert type(logits) is torch.Tensor
+    assert (logits - own).abs().max() < 1e-4 * own.abs().max()
+
+
+def test_a_cache_that_goes_to_a_model_with_another_projection():
+    model, ids = make_latent_model("youtu"), make_ids(90)
+    for module in attending_modules(model).values():
+        module.kv_b_proj.__class__ = Halves
+    other = copy.deepcopy(model)
+    for module in attending_modules(other).values():
+        module.kv_b_proj.weight.mul_(-2)
+    cache, own = TurboQuantCache.for_model(model, "uncompressed"), DynamicCache(config=model.config)
+    for each in (cache, own):
+        feed(model, each, ids[:, :85], 80, *[1] * 5)
+    cache.attach(other)
+    actual, expected = (feed(other, each, ids[:, 85:], *[1] * 5) for each in (cache, own))
+    cache.detach()
+    assert (actual - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
 def test_autocast():
     model, ids = make_latent_model("youtu"), make_ids(100)
     with torch.autocast("cpu", torch.bfloat16):

@@ -292,6 +292,9 @@ class TurboQuantCache(Attachable, Cache):
         if windows != self.windows:
             raise ValueError("this cache was made for a model with other sliding windows")
         super().attach(model)
+        for layer in self.packed:
+            if isinstance(layer, LatentLayer):
+                layer.forget_projections()  # of the model that it was attached to before
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and files, which have the size of what is in use (see TurboQuantLayer).

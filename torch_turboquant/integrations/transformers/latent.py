@@ -15,7 +15,7 @@ place of `expand_kv`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class LatentLayer(TurboQuantLayer):
     """
 
     has_one_call = False
-    _weights: Tensor | None = None  # of a `kv_b_proj` that is no plain linear layer
+    _projections: Projections | None = None  # of a `kv_b_proj` that is no plain linear layer
 
     # -- memory
 
@@ -88,7 +88,7 @@ class LatentLayer(TurboQuantLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {name: x for name, x in state.items() if name != "_weights"}
+        return {name: x for name, x in state.items() if name != "_projections"}
 
     # -- what the model calls
 
@@ -126,34 +126,52 @@ class LatentLayer(TurboQuantLayer):
             )
         nope = query.shape[3] - self.config.rope_dim
         kwargs["scaling"] = kwargs.get("scaling") or query.shape[3] ** -0.5
-        to_keys, to_values = self._projections(module, query.shape[1]).split(
+        weight, bias = self._projections_of(module)
+        to_keys, to_values = weight.unflatten(0, (query.shape[1], -1)).split(
             [nope, module.v_head_dim], dim=1
         )
         absorbed = torch.einsum("bhsn,hnr->bhsr", query[..., :nope], to_keys)
         rows = torch.cat([absorbed.to(self.dtype), query[..., nope:].to(self.dtype)], dim=-1)
         out, _ = super().attend(module, rows, key, value, **kwargs)
-        return torch.einsum("bshr,hvr->bshv", out, to_values), None
+        out = torch.einsum("bshr,hvr->bshv", out, to_values)
+        if bias is not None:  # that of keys adds the same to all scores of a query
+            out = out + bias.unflatten(0, (query.shape[1], -1))[:, nope:]
+        return out, None
 
-    def _projections(self, module: nn.Module, heads: int) -> Tensor:
-        """W_UK and W_UV of all heads: [heads, nope + v_head_dim, latent_dim].
+    def _projections_of(self, module: nn.Module) -> Projections:
+        """W_UK and W_UV of all heads.
 
         The weight of a plain linear layer is used where it stands. What another one (quantised, or
         with an adapter) does to the latent's channels is worked out once after each prompt.
         """
         projection = module.kv_b_proj
         if _is_plain(projection):
-            return projection.weight.unflatten(0, (heads, -1))
-        weights = self._weights
-        if weights is None:
+            return Projections(projection.weight, None)
+        found = self._projections
+        if found is None:
             unit = torch.eye(self.config.latent_dim, dtype=self.dtype, device=self.device)
-            weights = projection(unit).T.contiguous()
+            bias = projection(torch.zeros_like(unit[:1]))
+            found = Projections((projection(unit) - bias).T.contiguous(), bias[0])
             if not is_dynamo_compiling():
-                self._weights = weights
-        return weights.unflatten(0, (heads, -1))
+                self._projections = found
+        return found
+
+    def forget_projections(self) -> None:
+        """They may be others from now on."""
+        self._projections = None
 
     def reset(self) -> None:
         super().reset()
-        self._weights = None
+        self.forget_projections()
+
+
+class Projections(NamedTuple):
+    """What a module's `kv_b_proj` does to latents: linear, or linear and a bias."""
+
+    weight: Tensor
+    """[heads * (nope + v_head_dim), latent_dim]: of each head W_UK, then W_UV."""
+    bias: Tensor | None
+    """[heads * (nope + v_head_dim)]."""
 
 
 class PackedLatents:
@@ -205,6 +223,7 @@ def _is_plain(projection: nn.Module) -> bool:
     """Whether calling it multiplies with its weight and does nothing else."""
     return (
         type(projection) is nn.Linear
+        and type(projection.weight) is nn.Parameter  # no subclass, as torchao has for packed ones
         and projection.bias is None
         and "forward" not in vars(projection)
         and not projection._forward_hooks
