@@ -448,6 +448,23 @@ def test_a_cache_that_goes_to_a_model_with_another_projection():
     assert (actual - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+def test_weights_that_are_offloaded():
+    """The norm's weight, which channels are divided by, is on the meta device between its calls."""
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = make_latent_model("youtu"), make_ids(90)
+    found = []
+    for offloaded in (False, True):
+        if offloaded:
+            accelerate.cpu_offload(model, torch.device("cpu"))
+        assert attending_modules(model)[0].kv_a_layernorm.weight.is_meta == offloaded
+        with TurboQuantCache.for_model(model, "k5u") as cache:
+            logits = feed(model, cache, ids, 80, *[1] * 10)
+            found.append((logits, torch.stack(cache.centers)))
+    (plain, centers), (offloaded, read) = found
+    torch.testing.assert_close(read, centers, rtol=1e-5, atol=0)
+    assert (offloaded - plain).abs().mean() < 1e-4  # a code here and there
+
+
 def test_autocast():
     model, ids = make_latent_model("youtu"), make_ids(100)
     with torch.autocast("cpu", torch.bfloat16):

@@ -183,7 +183,11 @@ def norm_centers(model: nn.Module) -> dict[int, Tensor]:
     for module in modules:
         if not hasattr(module, EXPAND):
             continue
-        weight = getattr(getattr(module, "kv_a_layernorm", None), "weight", None)
+        norm: Any = getattr(module, "kv_a_layernorm", None)
+        weight = getattr(norm, "weight", None)
+        if weight is not None and weight.is_meta and hasattr(norm, "_hf_hook"):
+            # of an offloaded model: accelerate has it there during a call, which shows it
+            weight = norm(torch.ones(weight.shape, dtype=weight.dtype, device="cpu"))
         if weight is None or weight.is_meta:
             raise ValueError(
                 f"{type(module).__name__} has no kv_a_layernorm with a weight that could be read: "
