@@ -357,6 +357,31 @@ def test_a_model_without_weights(device, gradients):
                 model(make_ids(80).to(device), past_key_values=cache)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("form", [{}, {"max_cache_len": 100, "static": True}])
+def test_a_forward_that_is_exported(form, strict):
+    model, ids = make_model(), make_ids(73)
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(ids, past_key_values=cache).logits
+
+    with TurboQuantCache.for_model(model, "k4v4", **form) as cache:
+        expected = feed(model, cache, ids, 70, 1, 1, 1)
+        cache.reset()
+        for tokens in (ids[:, :70], ids[:, 70:71]):
+            with pytest.raises(Exception, match=r"torch\.export cannot take a forward|fullgraph"):
+                torch.export.export(Step(), (tokens,), strict=strict)
+            torch._dynamo.reset()
+            model(tokens, past_key_values=cache)
+        assert cache.get_seq_length() == 71
+        assert torch.equal(feed(model, cache, ids[:, 71:], 1, 1), expected[:, 71:])
+
+
 def test_attention_that_goes_another_way_is_noticed(monkeypatch):
     model, ids = make_model(), make_ids(70)
     other = AttentionInterface()["sdpa"]

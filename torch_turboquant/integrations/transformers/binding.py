@@ -35,7 +35,10 @@ from torch_turboquant.integrations.transformers.models import (
     original_attention,
     text_config,
 )
-from torch_turboquant.integrations.transformers.tensors import check_not_meta
+from torch_turboquant.integrations.transformers.tensors import (
+    check_not_exported,
+    check_not_meta,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -421,6 +424,7 @@ class _Forward(_Replacement):
         if tokens is None:
             tokens = call["inputs_embeds"]
         check_not_meta(tokens)
+        check_not_exported(tokens)
         described = call.get("attention_mask"), call.get("position_ids")
         cache.lifecycle.begin(tokens.shape[0], tokens.shape[1], *described)
 

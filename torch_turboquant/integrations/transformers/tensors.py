@@ -7,6 +7,8 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_dynamo_compiling
 
 _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int8", "int32", "int64", "float32")}
 _ALIGNED = 256  # bytes, as an allocation of its own would be
@@ -44,6 +46,21 @@ def check_not_meta(tensor: Tensor) -> None:
         raise ValueError(
             "the forward runs on the meta device, where tensors have no numbers: load the model's "
             "weights first (from_pretrained, or to_empty and load_state_dict)"
+        )
+
+
+def check_not_exported(tensor: Tensor) -> None:
+    """Raises if torch.export traces the forward of these tokens.
+
+    Another thread may export at this time, which the forward of real tokens does not matter to.
+    """
+    if not torch.compiler.is_exporting():
+        return
+    if is_dynamo_compiling() or isinstance(tensor, FakeTensor):
+        raise RuntimeError(
+            "torch.export cannot take a forward on a TurboQuantCache: the program would have "
+            "numbers of this moment in it, and not the cache. Use torch.compile, for steps of a "
+            "cache with static=True"
         )
 
 
