@@ -209,6 +209,31 @@ def test_masses_of_earlier_evictions_fade(device):
                 assert float(hitters._mass[layer][seq._row].max()) < 1e5
 
 
+@pytest.mark.parametrize("way", ["truncate", "compact"])
+def test_masses_are_those_of_the_tokens_that_are_there(way, device):
+    """Of an answer that is taken back and written anew, and of tokens that somebody has moved."""
+    pool = pool_of(device, 0, 0)
+    hitters = tt.HeavyHitters(pool, 20, interval=4, window=4, keep_last=4, decay=1.0)
+    seq = fill(pool, 20, 1)
+    for i in range(4):
+        step(pool, [seq], hitters, 30 + 3 * i)
+    hitters.evict([seq])
+    for mass in hitters._mass:
+        mass[seq._row] = 1e6
+    if way == "truncate":
+        pool.truncate(seq, 8)
+        left = 8
+    else:
+        order = torch.arange(20, device=device).flip(0).expand(1, HEADS, 20).contiguous()
+        pool.compact([seq], [order] * LAYERS)
+        left = 0
+    for i in range(24 - seq.length):
+        step(pool, [seq], hitters, 60 + 3 * i)
+    assert hitters.evict([seq]) == [seq]
+    for mass in hitters._mass:
+        assert ((mass[seq._row] >= 1e6).sum(1) == left).all()
+
+
 def test_shared_pages_stay_as_they_are(device):
     pool = pool_of(device)
     hitters = tt.HeavyHitters(pool, 40, interval=8, window=2, keep_last=4)

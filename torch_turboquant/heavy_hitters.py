@@ -241,6 +241,8 @@ class HeavyHitters:
             kept = self._mass[layer]
             assert kept is not None
             kept[owners] = of_layer
+        for seq in due:
+            seq._unmoved = self.budget
         self._seen[rows], self._steps[rows] = -1, 0
         return due
 
@@ -251,13 +253,16 @@ class HeavyHitters:
         place = self._put((rows[:, None] * self.window + positions % self.window).ravel())
         starts = np.arange(len(due) + 1, dtype=np.int32) * self.window
         silent = self._put(~known.ravel())[:, None]
-        return _Asked(place, silent, self._put(starts), *self.pool.tables_of(due))
+        unmoved = np.array([seq._unmoved for seq in due])
+        others = self._put(np.arange(self.budget) >= unmoved[:, None])[:, None]
+        return _Asked(place, silent, self._put(starts), others, *self.pool.tables_of(due))
 
     def _add_masses(self, mass: Tensor, layer: int, asked: _Asked, owners: Tensor) -> None:
         """Those of all tokens, and of earlier evictions, to zeros [due, kv_heads, longest]."""
         q, lse, before = self._q[layer], self._lse[layer], self._mass[layer]
         assert q is not None and lse is not None and before is not None
-        torch.mul(before[owners], self.decay, out=mass[..., : self.budget])
+        earlier = before[owners].masked_fill_(asked.others, 0)
+        torch.mul(earlier, self.decay, out=mass[..., : self.budget])
         paged_mass(
             q.flatten(0, 1).index_select(0, asked.place),
             lse.flatten(0, 1).index_select(0, asked.place).masked_fill_(asked.silent, -torch.inf),
@@ -287,6 +292,7 @@ class _Asked(NamedTuple):
     place: Tensor  # int64 [due * window]: of a query among those of all rows
     silent: Tensor  # bool [due * window, 1]: nobody has observed that query
     starts: Tensor  # int32 [due + 1]
+    others: Tensor  # bool [due, 1, budget]: no token of the last eviction is in this place
     block_table: Tensor
     seq_lens: Tensor
 

@@ -26,7 +26,7 @@ class Owner(Protocol):
 class PoolSequence:
     """A sequence of a pool, made by allocate, fork, adopt and swap_in, valid until it is freed."""
 
-    __slots__ = ("_batch", "_books", "_dropped", "_length", "_num_pages", "_row")
+    __slots__ = ("_batch", "_books", "_dropped", "_length", "_num_pages", "_row", "_unmoved")
 
     def __init__(self, books: object, row: int) -> None:
         self._books: object | None = books  # of its pool; None: freed
@@ -34,6 +34,7 @@ class PoolSequence:
         self._length = 0
         self._dropped = 0
         self._num_pages = 0
+        self._unmoved = 0  # the first tokens that are where HeavyHitters has seen them last
         self._batch: PoolBatch | None = None
 
     @property

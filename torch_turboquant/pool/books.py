@@ -232,6 +232,7 @@ class Books:
     def will_move(self, seq: PoolSequence) -> None:
         """The sequence's tokens are going to be moved within its pages."""
         self._stamp(self.pages(seq))
+        seq._unmoved = 0
 
     def close_up(self, seq: PoolSequence, length: int) -> None:
         """Keeps `length` tokens, which have moved up, the last ones with their part of the ring."""
@@ -246,6 +247,7 @@ class Books:
         self._drop(self._tables[seq._row, keep : seq._num_pages])
         self._tokens += length - seq._length
         seq._length, seq._num_pages = length, keep
+        seq._unmoved = min(seq._unmoved, length)
         if length == 0:  # positions begin anew
             seq._dropped = 0
         self.rings.cut(seq._row, length)
