@@ -123,10 +123,15 @@ constexpr int decode_warps(int d) { return d <= 128 ? 4 : 2; }  // of a block
 
 // Fewer vectors than this do not fill a device with large blocks.
 constexpr int64_t kFewVectors = 2048;
-// Whether eight lanes share a vector and hold it in registers (cuda/codec/lanes.cuh). Otherwise a warp holds it in
-// shared memory: lanes of few vectors have less to do one after the other then.
-constexpr bool fits_lanes(format::Split split, int64_t vectors) {
-  return split.block % 16 == 0 && split.blocks * split.block <= 256 && vectors >= kFewVectors;
+
+// The lanes that share a vector of d = m * n channels and hold it in registers (cuda/codec/lanes.cuh). 0: a warp holds it
+// in shared memory.
+constexpr int kMostElements = 16;  // of a lane
+constexpr int vector_lanes(format::Split split) {
+  for (int lanes = 8; lanes <= 32; lanes *= 2) {
+    if (split.blocks * split.block <= kMostElements * lanes && split.block % (2 * lanes) == 0) return lanes;
+  }
+  return 0;
 }
 
 // ---- Conditions: the reason against a kernel, or null ---------------------------------------------------------------

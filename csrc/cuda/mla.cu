@@ -3,12 +3,15 @@
 // chooses.
 #include "calls/mla.h"
 
+#include <algorithm>
 #include <optional>
 
 #include "choices/mla.h"
 #include "cuda/attention/arguments.cuh"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/codec/generic.cuh"
+#include "cuda/codec/lanes.cuh"
+#include "cuda/common/device_facts.cuh"
 #include "cuda/mla/launch.cuh"
 
 namespace turboquant::cuda {
@@ -98,19 +101,21 @@ struct LatentStore {
   bool rotated_tail;
 };
 
-constexpr int kStoreWarps = 4;  // of a block, at most
-constexpr int store_words(int d) { return generic_words(d) + 4; }
+constexpr int kStoreThreads = 512;  // of a block
 
-// A token's latent and rotary channels in the tail. y: room for the latent.
-__device__ __forceinline__ void store_exact(const LatentStore& a, const GenericShape& shape, int64_t token, uint8_t* to,
-                                            float* y, int lane) {
+// A token's latent and rotary channels in the tail. A warp calls it.
+__device__ __forceinline__ void store_exact(const LatentStore& a, const LaneShape<32>& shape, int64_t token,
+                                            uint8_t* to, int lane) {
   const int d = shape.d, size = element_size(a.dtype);
   const uint8_t* from = static_cast<const uint8_t*>(a.latent) + token * a.latent_stride * size;
   if (a.rotated_tail) {
-    load_generic(y, d, from, a.dtype, 0, a.signs, {nullptr, a.channels.scale, nullptr}, lane);
-    transform_generic(y, shape, true, lane);
-    for (int i = lane; i < d; i += 32) store_float(to, a.dtype, i, y[i]);
-    __syncwarp();
+    LaneVector<32> v;
+    v.load(shape, from, a.dtype, 0, a.signs, {nullptr, a.channels.scale, nullptr}, lane);
+    v.transform(shape, true, lane);
+    v.for_each_pair(shape, [&](int e) {
+      const float pair[2] = {v.y[e], v.y[e + 1]};
+      store_floats_as<2>(pair, to, a.dtype, v.channel(e, lane));
+    });
   } else {
     copy_bytes(from, to, d * size, lane, 32);
   }
@@ -118,48 +123,57 @@ __device__ __forceinline__ void store_exact(const LatentStore& a, const GenericS
              32);
 }
 
-// A warp stores a token.
-__global__ void __launch_bounds__(32 * kStoreWarps)
-    store_latents(const __grid_constant__ LatentStore a, const __grid_constant__ GenericShape shape) {
+// A warp stores a token. count: tokens that a block has at a time. Its other threads only help to fill the table.
+__global__ void __launch_bounds__(kStoreThreads)
+    store_latents(const __grid_constant__ LatentStore a, const __grid_constant__ LaneShape<32> shape,
+                  const __grid_constant__ int count) {
   let_next_kernel_begin();  // the next kernel is usually mla_attention's
   extern __shared__ uint4 dynamic[];
   __shared__ SharedCodebook shared;
-  const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, count = blockDim.x / 32, d = shape.d;
-  const int64_t token = int64_t{blockIdx.x} * count + mine;
-  uint32_t* row = reinterpret_cast<uint32_t*>(dynamic) + mine * store_words(d);
-  float* y = reinterpret_cast<float*>(row);
+  const int mine = threadIdx.x / 32, lane = threadIdx.x % 32, d = shape.d, octets = a.layout.octets;
+  uint32_t* row = reinterpret_cast<uint32_t*>(dynamic) + mine * 2 * octets;
+  CandidateTable table(reinterpret_cast<uint32_t*>(dynamic) + count * 2 * octets, d);
   shared.fill(a.book, threadIdx.x, blockDim.x);
   __syncthreads();
-  if (token >= a.tokens) return;
-  const Token to = a.pages.token(a.slots[token], 0, a.layout);
-  if (!to.tile) return;
+  table.fill(shared, a.book, 0, blockDim.x);
+  __syncthreads();
+  if (mine >= count) return;
 
-  if (a.tail.data) {
-    const int64_t kept = a.tail.row(token);
-    if (kept >= 0) {
-      const int64_t bytes = static_cast<int64_t>(d + a.rope_dim) * element_size(a.dtype);
-      store_exact(a, shape, token,
-                  a.tail.data + format::latent_tail_offset<int64_t>(kept >> 32, a.tail.stride,
-                                                                    static_cast<uint32_t>(kept), bytes),
-                  y, lane);
+#pragma unroll 1
+  for (int64_t first = int64_t{blockIdx.x} * count; first < a.tokens; first += int64_t{gridDim.x} * count) {
+    const int64_t token = min(first + mine, a.tokens - 1);
+    const Token to = first + mine < a.tokens ? a.pages.token(a.slots[token], 0, a.layout) : Token{};
+    if (a.tail.data && to.tile) {
+      const int64_t kept = a.tail.row(token);
+      if (kept >= 0) {
+        const int64_t bytes = static_cast<int64_t>(d + a.rope_dim) * element_size(a.dtype);
+        store_exact(a, shape, token,
+                    a.tail.data + format::latent_tail_offset<int64_t>(kept >> 32, a.tail.stride,
+                                                                      static_cast<uint32_t>(kept), bytes),
+                    lane);
+      }
     }
-  }
-  load_generic(y, d, a.latent, a.dtype, token * a.latent_stride, a.signs, a.channels, lane);
-  const GenericCodes codes = encode_generic(y, y + generic_stride(d), shape, lane, shared, a.book, a.constants);
-  for (int o = lane; o < a.layout.octets; o += 32) {
-    write_octet(row, a.layout.octets, a.book.width, o, codes.octet(o, d, shared, a.book.width));
-  }
-  __syncwarp();
-  store_codes(row, to, a.layout, lane);
-  if (lane == 0) *to.key_scale(a.layout) = codes.scale;
-  uint8_t* rope = rope_of(to, a.layout, a.rope_dim);
-  for (int c = lane; c < a.rope_dim; c += 32) {
-    const int place = place_of_raw(to, a.rope_dim, c);
-    if (a.dtype == a.rope_dtype) {
-      reinterpret_cast<uint16_t*>(rope)[place] = static_cast<const uint16_t*>(a.rope)[token * a.rope_stride + c];
-    } else {
-      store_float(rope, a.rope_dtype, place, load_float(a.rope, a.dtype, token * a.rope_stride + c));
+    LaneVector<32> v;
+    const auto load = [&](auto& vector) {
+      vector.load(shape, a.latent, a.dtype, token * a.latent_stride, a.signs, a.channels, lane);
+    };
+    load(v);
+    const uint16_t scale = encode_in_lanes(v, load, shape, lane, shared, table, 32 * count, a.book, a.constants, row);
+    __syncwarp();
+    if (to.tile) {
+      store_codes(row, to, a.layout, lane);
+      if (lane == 0) *to.key_scale(a.layout) = scale;
+      uint8_t* rope = rope_of(to, a.layout, a.rope_dim);
+      for (int c = lane; c < a.rope_dim; c += 32) {
+        const int place = place_of_raw(to, a.rope_dim, c);
+        if (a.dtype == a.rope_dtype) {
+          reinterpret_cast<uint16_t*>(rope)[place] = static_cast<const uint16_t*>(a.rope)[token * a.rope_stride + c];
+        } else {
+          store_float(rope, a.rope_dtype, place, load_float(a.rope, a.dtype, token * a.rope_stride + c));
+        }
+      }
     }
+    __syncwarp();  // before the row is written again
   }
 }
 
@@ -176,10 +190,11 @@ void store_tokens(const MlaStoreCall& c, const format::LatentRecord& record) {
   const MatrixRows latent(c.latent, 8), rope(c.rope, 2);
   const Constant signs(c.signs), center(c.center);
   const int d = record.latent_dim;
-  GenericShape shape(format::split_dim(d));
+  const format::Split split = format::split_dim(d);
+  LaneShape<32> shape(split);
   shape.transforms = c.signs.has_value();
-  EncodeConstants constants = EncodeConstants::of(format::split_dim(d));
-  if (!shape.transforms) constants.norm = 1;
+  EncodeConstants constants = EncodeConstants::of(split);
+  if (!c.signs) constants.norm = 1;
   const LatentStore a{.latent = latent.data(),
                       .rope = rope.data(),
                       .latent_stride = latent.stride(),
@@ -197,8 +212,13 @@ void store_tokens(const MlaStoreCall& c, const format::LatentRecord& record) {
                       .slots = slots_of(c.slot_mapping),
                       .tail = exact_latents(c),
                       .rotated_tail = c.rotated_tail};
-  store_latents<<<num_blocks(a.tokens, kStoreWarps), 32 * kStoreWarps, 4 * kStoreWarps * store_words(d),
-                  launch.stream()>>>(a, shape);
+  // A block for each multiprocessor, or fewer: it fills its table once, for all tokens that it stores.
+  const int64_t multiprocessors = current_device().facts.multiprocessors;
+  const int64_t each = num_blocks(a.tokens, multiprocessors);
+  const int count = static_cast<int>(std::min<int64_t>(each, kStoreThreads / 32));
+  const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(num_blocks(a.tokens, count), multiprocessors));
+  const int words = count * 2 * a.layout.octets + CandidateTable::room(d);
+  store_latents<<<blocks, kStoreThreads, 4 * words, launch.stream()>>>(a, shape, count);
   launch.check("mla_store");
 }
 

@@ -258,6 +258,25 @@ struct SharedCodebook {
   }
 };
 
+// The levels of magnitudes, a byte each, in four words of shared memory, by the first threads of a block; the caller
+// synchronises.
+__device__ __forceinline__ void fill_level_bytes(uint32_t* words, const SharedCodebook& book, int thread) {
+  if (thread >= 4) return;
+  words[thread] = 0;
+#pragma unroll
+  for (int b = 0; b < 4; ++b) words[thread] |= static_cast<uint32_t>(book.level[4 * thread + b]) << 8 * b;
+}
+
+// The levels of the four low nibbles, from the words of fill_level_bytes. WIDE: magnitudes are up to 15, else up to 7; bit
+// 3 is 0 then. A nibble with bit 3 makes a permutation repeat the sign bit of a level, which is 0: so each half of the
+// levels gives 0 for the magnitudes of the other half.
+template <bool WIDE>
+__device__ __forceinline__ uint32_t levels_of_nibbles(uint32_t a, uint32_t b, uint32_t c, uint32_t d,
+                                                      uint32_t nibbles) {
+  const uint32_t level = select_bytes(a, b, nibbles);
+  return WIDE ? level | select_bytes(c, d, nibbles ^ 0x8888) : level;
+}
+
 // The bits of a magnitude: they have the order of the values, with NaN above infinity.
 constexpr uint32_t kInfinityBits = 0x7F800000;
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }

@@ -11,14 +11,14 @@ namespace {
 
 constexpr int kMostWarps = 4;  // of a block
 
-// Decodes keys or values of one head, or vectors, a token for each group of lanes, or (ROOM 0) for each warp.
-template <int ROOM, typename Shape>
+// Decodes keys or values of one head, or vectors, a token for each group of lanes.
+template <typename Shape>
 __global__ void __launch_bounds__(32 * kMostWarps)
     decode_any_kernel(const __grid_constant__ DecodeArguments a, const __grid_constant__ Shape shape) {
   extern __shared__ uint4 dynamic[];
   __shared__ float table[32];
   const Kind kind = a.packed ? Kind::kRows : blockIdx.z == 0 ? Kind::kKeys : Kind::kValues;
-  const int head = blockIdx.y, lanes = lanes_of(shape), lane = threadIdx.x % lanes, mine = threadIdx.x / lanes;
+  const int head = blockIdx.y, lanes = Shape::kLanes, lane = threadIdx.x % lanes, mine = threadIdx.x / lanes;
   const RecordLayout& layout = a.layout;
   const DecodeSource& source = a.source[blockIdx.z];
   const Width width = source.width;
@@ -66,9 +66,9 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   }
   const int64_t at = (number * a.heads + head) * d;
   const format::Channels channels = source.channels.of_head(head, d);
-  if constexpr (ROOM > 0) {
+  if constexpr (Shape::kInRegisters) {
     __syncwarp();
-    store_from_lanes<ROOM>(y, shape, source.signs, channels, source.out, a.dtype, at, stored, lane);
+    store_from_lanes(y, shape, source.signs, channels, source.out, a.dtype, at, stored, lane);
   } else if (stored) {
     store_generic(y, shape, source.signs, channels, source.out, a.dtype, at, true, lane);
   }
@@ -82,10 +82,10 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 
 void launch_decode_any(const DecodeArguments& a, format::Split split, cudaStream_t stream) {
   const int64_t tokens = a.seqs * a.max_length;
-  with_vector_shape(split, tokens * a.heads, [&](const auto& shape, auto room) {
-    const VectorBlock block(shape.d, lanes_of(shape), kMostWarps);
+  with_vector_shape(split, [&](const auto& shape) {
+    const VectorBlock block(shape.d, shape.kLanes, kMostWarps);
     const dim3 grid(num_blocks(tokens, block.vectors), a.heads, a.sources);
-    decode_any_kernel<room><<<grid, lanes_of(shape) * block.vectors, block.shared_bytes, stream>>>(a, shape);
+    decode_any_kernel<<<grid, shape.kLanes * block.vectors, block.shared_bytes, stream>>>(a, shape);
   });
 }
 

@@ -15,30 +15,43 @@ namespace {
 
 constexpr int kBlockTokens = format::kValueGroup;  // tokens of a value block
 constexpr int64_t kMaxGridY = 65535;
-constexpr int kBlocks = 16;  // per multiprocessor, at most: more of them encode one after the other
+constexpr int kMostThreads = 512;  // of a block
 
-// Words between the vectors of a block; the padding lets gather_block read their rows of octets from different banks.
-__host__ __device__ constexpr int vector_stride(int d) { return generic_words(d) + 4; }
+// Words of shared memory that a vector has: itself and its integers, unless lanes hold them, then a row of octets, and
+// behind it the bytes of a dense row. The padding lets gather_block read the rows of neighbours from different banks.
+template <typename Shape>
+__host__ __device__ constexpr int vector_words(int d, bool dense) {
+  return (Shape::kInRegisters ? d / 4 + (dense ? d / 4 : 0) : generic_words(d)) + 4;
+}
 
-// Encodes keys or values of some heads, or vectors, a token at a time for each group of lanes, or (ROOM 0) for each
-// warp. A row or a block of codes passes through shared memory, so that memory is written in whole words.
-template <int ROOM, typename Shape>
-__global__ void __launch_bounds__((ROOM ? kVectorLanes : 32) * kBlockTokens)
-    encode_any_kernel(const __grid_constant__ EncodeArguments a, const __grid_constant__ Shape shape) {
+// Encodes keys or values of some heads, or vectors, a token at a time for each group of lanes. A row or a block of codes
+// passes through shared memory, so that memory is written in whole words. count: tokens that a block has at a time. Its
+// other threads only help to fill the tables.
+template <typename Shape>
+__global__ void __launch_bounds__(kMostThreads)
+    encode_any_kernel(const __grid_constant__ EncodeArguments a, const __grid_constant__ Shape shape,
+                      const __grid_constant__ int count) {
   let_next_kernel_begin();  // the next kernel is usually paged_attention's
   extern __shared__ uint4 dynamic[];
   __shared__ SharedCodebook shared;
   __shared__ Token tokens[kBlockTokens];
+  constexpr int kLanes = Shape::kLanes;
   const Kind kind = a.packed ? Kind::kRows : blockIdx.z == 0 ? Kind::kKeys : Kind::kValues;
-  const int lanes = lanes_of(shape), lane = threadIdx.x % lanes, mine = threadIdx.x / lanes, count = blockDim.x / lanes;
+  const int lane = threadIdx.x % kLanes, mine = threadIdx.x / kLanes, threads = count * kLanes;
   const RecordLayout& layout = a.layout;
   const EncodeSource& source = a.source[blockIdx.z];
   const Codebook& book = source.book;
-  const int d = shape.d, stride = vector_stride(d);
+  const int d = shape.d, octets = (d + 7) / 8, stride = vector_words<Shape>(d, kind == Kind::kRows);
   uint32_t* rows = reinterpret_cast<uint32_t*>(dynamic);
   uint32_t* row = rows + mine * stride;
-  float* y = reinterpret_cast<float*>(row);
+  CandidateTable table(rows + count * stride, d);
   shared.fill(book, threadIdx.x, blockDim.x);
+  __syncthreads();
+  if constexpr (Shape::kInRegisters) {
+    table.fill(shared, book, 0, blockDim.x);
+    __syncthreads();
+  }
+  if (mine >= count) return;
 
   const auto encode_tokens = [&](int head, int64_t first) {
     const format::Channels channels = source.channels.of_head(head, source.channel_stride);
@@ -48,53 +61,47 @@ __global__ void __launch_bounds__((ROOM ? kVectorLanes : 32) * kBlockTokens)
     const Token to = kind != Kind::kRows && exists ? a.pages.token(a.slots[token], head, layout) : Token{};
     if (lane == 0) tokens[mine] = to;
     uint16_t scale;
-    const auto write_codes = [&](auto&& octet) {
-      if (kind != Kind::kRows) {
-        for (int o = lane; o < layout.octets; o += lanes) write_octet(row, layout.octets, book.width, o, octet(o));
-        return;
-      }
-      const int bits = format::num_bits(book.width);
-      for (int o = lane; 8 * o < d; o += lanes) {
-        const uint64_t string = dense_string(octet(o), book.width);
-        uint8_t* bytes = reinterpret_cast<uint8_t*>(row) + o * bits;
-        for (int i = 0; i < min(bits, a.row_bytes - o * bits); ++i) bytes[i] = string >> 8 * i;
-      }
-    };
-    if constexpr (ROOM > 0) {
+    if constexpr (Shape::kInRegisters) {
       const auto load = [&](auto& v) { v.load(shape, from, a.dtype, 0, source.signs, channels, lane); };
-      LaneVector<ROOM> v;
+      LaneVector<Shape::kLanes> v;
       load(v);
-      __syncthreads();
-      const ByteCodes codes = encode_in_lanes(v, load, shape, lane, shared, book, a.constants,
-                                              reinterpret_cast<uint8_t*>(y + generic_stride(d)));
-      __syncwarp();
-      write_codes([&](int o) { return codes.octet(o, book.width); });
-      scale = codes.scale;
+      scale = encode_in_lanes(v, load, shape, lane, shared, table, threads, book, a.constants, row);
     } else {
+      float* y = reinterpret_cast<float*>(row);
       load_generic(y, d, from, a.dtype, 0, source.signs, channels, lane);
-      __syncthreads();
       const GenericCodes codes = encode_generic(y, y + generic_stride(d), shape, lane, shared, book, a.constants);
-      write_codes([&](int o) { return codes.octet(o, d, shared, book.width); });
+      for (int o = lane; o < octets; o += kLanes) {
+        write_octet(row, octets, book.width, o, codes.octet(o, d, shared, book.width));
+      }
       scale = codes.scale;
+    }
+    __syncwarp();
+    uint8_t* dense = reinterpret_cast<uint8_t*>(row + (2 * octets + 3) / 4 * 4);
+    if (kind == Kind::kRows) {
+      const int bits = format::num_bits(book.width);
+      for (int o = lane; o < octets; o += kLanes) {
+        const uint64_t string = dense_string({row[o], row[octets + o]}, book.width);
+        for (int i = 0; i < min(bits, a.row_bytes - o * bits); ++i) dense[o * bits + i] = string >> 8 * i;
+      }
+      __syncwarp();
     }
 
     if (a.tail.data && to.tile) {
       const int64_t kept = a.tail.row(token);
       const int bytes = d * element_size(a.dtype);
       if (kept >= 0) {
-        copy_bytes(from, a.tail.at(kept, head, kind == Kind::kValues, bytes), bytes, lane, lanes);
+        copy_bytes(from, a.tail.at(kept, head, kind == Kind::kValues, bytes), bytes, lane, kLanes);
       }
     }
-    __syncwarp();
     if (kind == Kind::kRows) {
       const int64_t number = token * a.heads + head;
       if (exists && lane == 0) a.scale[number] = scale;
       if (exists) {
-        copy_bytes(reinterpret_cast<const uint8_t*>(row), a.packed + number * a.row_bytes, a.row_bytes, lane, lanes);
+        copy_bytes(dense, a.packed + number * a.row_bytes, a.row_bytes, lane, kLanes);
       }
     } else if (kind == Kind::kKeys) {
       if (to.tile) {
-        store_key(row, to, layout, lane, lanes);
+        store_key(row, to, layout, lane, kLanes);
         if (lane == 0) *to.key_scale(layout) = scale;
       }
     } else {
@@ -103,13 +110,13 @@ __global__ void __launch_bounds__((ROOM ? kVectorLanes : 32) * kBlockTokens)
       const bool together = to.tile && to.tile == tokens[0].tile && to.number == tokens[0].number + mine;
       if (to.tile && lane == 0) *to.value_scale(layout) = scale;
       if (__syncthreads_and(together && count == kBlockTokens && tokens[0].number % kBlockTokens == 0)) {
-        uint32_t* image = rows + kBlockTokens * stride;
-        gather_block(rows, stride, image, {d, book.width}, threadIdx.x, blockDim.x);
+        uint32_t* image = rows + kBlockTokens * stride + (Shape::kInRegisters ? CandidateTable::room(d) : 0);
+        gather_block(rows, stride, image, {d, book.width}, threadIdx.x, threads);
         __syncthreads();
         copy_bytes(reinterpret_cast<const uint8_t*>(image), tokens[0].value_block(layout), layout.value_block_bytes,
-                   threadIdx.x, blockDim.x);
+                   threadIdx.x, threads);
       } else if (to.tile) {
-        store_value(row, to, layout, lane, lanes);
+        store_value(row, to, layout, lane, kLanes);
       }
     }
     __syncthreads();  // before rows and tokens are written again
@@ -124,18 +131,24 @@ __global__ void __launch_bounds__((ROOM ? kVectorLanes : 32) * kBlockTokens)
 }  // namespace
 
 void launch_encode_any(const EncodeArguments& a, format::Split split, cudaStream_t stream) {
+  const int64_t heads = std::min(int64_t{a.heads}, kMaxGridY), multiprocessors = current_device().facts.multiprocessors;
   const int64_t vectors = a.tokens * a.heads;
-  const int d = split.blocks * split.block, stride = vector_stride(d);
-  // One block puts a value block together; few vectors are encoded sooner by smaller blocks on more multiprocessors.
-  const int at_once = generic_warps(stride, vectors < choices::kFewVectors ? 4 : kBlockTokens);
-  const int image = !a.packed && at_once == kBlockTokens ? a.layout.value_block_bytes : 0;
-  // A block that encodes several times fills its tables once.
-  const int64_t heads = std::min(int64_t{a.heads}, kMaxGridY);
-  const int64_t most = int64_t{kBlocks} * current_device().facts.multiprocessors / (a.sources * heads) + 1;
-  const dim3 grid(static_cast<unsigned>(std::min(int64_t{num_blocks(a.tokens, at_once)}, most)),
-                  static_cast<unsigned>(heads), static_cast<unsigned>(a.sources));
-  with_vector_shape(split, vectors, [&](const auto& shape, auto room) {
-    encode_any_kernel<room><<<grid, lanes_of(shape) * at_once, 4 * at_once * stride + image, stream>>>(a, shape);
+  with_vector_shape(split, [&]<typename Shape>(const Shape& shape) {
+    // A block of 16 tokens can put a value block together. Smaller blocks encode few vectors sooner, on more
+    // multiprocessors. Where tables are filled, each of these has a multiprocessor of its own, and more threads.
+    constexpr bool kTable = Shape::kInRegisters;
+    const bool few = kTable ? vectors * a.sources <= kBlockTokens * multiprocessors : vectors < choices::kFewVectors;
+    int count = !few ? kBlockTokens : kTable ? num_blocks(vectors * a.sources, multiprocessors) : 4;
+    const int stride = vector_words<Shape>(shape.d, a.packed), table = kTable ? CandidateTable::room(shape.d) : 0;
+    while (count > 1 && 4 * (table + count * stride) > kMostSharedBytes) count /= 2;
+    const int image = !a.packed && count == kBlockTokens ? a.layout.value_block_bytes : 0;
+    const int threads = kTable && few ? kMostThreads : count * Shape::kLanes;
+    // A block that encodes several times fills its tables once, so there are not many more than fit at once.
+    const int64_t blocks = multiprocessors * (kTable ? kMostThreads : 4 * kMostThreads) / threads;
+    const dim3 grid(static_cast<unsigned>(
+                        std::clamp<int64_t>(blocks / (a.sources * heads), 1, num_blocks(a.tokens, count))),
+                    static_cast<unsigned>(heads), static_cast<unsigned>(a.sources));
+    encode_any_kernel<<<grid, threads, 4 * (table + count * stride) + image, stream>>>(a, shape, count);
   });
 }
 

@@ -121,15 +121,7 @@ struct LaneCodes {
   uint32_t low[8], high[2];
 };
 
-// The levels of magnitudes, a byte each, in shared memory, by the first threads of a block; the caller synchronises.
-__device__ __forceinline__ void fill_level_bytes(uint32_t (&words)[4], const SharedCodebook& book, int thread) {
-  if (thread >= 4) return;
-  words[thread] = 0;
-#pragma unroll
-  for (int b = 0; b < 4; ++b) words[thread] |= static_cast<uint32_t>(book.level[4 * thread + b]) << 8 * b;
-}
-
-// The same in registers. WIDE: for 16 magnitudes, else for 8.
+// The words of fill_level_bytes in registers. WIDE: for 16 magnitudes, else for 8.
 template <bool WIDE>
 struct LevelBytes {
   uint32_t word[WIDE ? 4 : 2];
@@ -138,13 +130,8 @@ struct LevelBytes {
 #pragma unroll
     for (int i = 0; i < (WIDE ? 4 : 2); ++i) word[i] = words[i];
   }
-
-  // The levels of the four low nibbles; bit 3 is 0 unless WIDE. A nibble with bit 3 makes a permutation repeat the sign
-  // bit of a level, which is 0: so each half of the levels gives 0 for the magnitudes of the other half.
   __device__ __forceinline__ uint32_t of(uint32_t nibbles) const {
-    const uint32_t level = select_bytes(word[0], word[1], nibbles);
-    if constexpr (!WIDE) return level;
-    return level | select_bytes(word[WIDE ? 2 : 0], word[WIDE ? 3 : 1], nibbles ^ 0x8888);
+    return levels_of_nibbles<WIDE>(word[0], word[1], word[WIDE ? 2 : 0], word[WIDE ? 3 : 1], nibbles);
   }
 };
 

@@ -1,6 +1,6 @@
 // The codec for vectors of every length, dtype and width that the format knows. A warp holds a vector in shared memory,
-// so that lengths are loops and one kernel serves all of them. codec/lanes.cuh is faster for many vectors of up to 256
-// channels, codec/encode_bulk.cuh and codec/encode_step.cu are for the lengths, dtypes and widths that most models use;
+// so that lengths are loops and one kernel serves all of them. codec/lanes.cuh is faster for most lengths
+// up to 512, codec/encode_bulk.cuh and codec/encode_step.cu are for the lengths, dtypes and widths that most models use;
 // the bytes are the same.
 #pragma once
 
@@ -12,6 +12,9 @@ constexpr int kMostSharedBytes = 40 * 1024;  // of a block, on every device, wit
 
 // d = blocks * 2^log_block
 struct GenericShape {
+  static constexpr int kLanes = 32;  // that share a vector
+  static constexpr bool kInRegisters = false;
+
   int d, blocks, log_block;
   float norm;              // 1 / sqrt(2^log_block)
   bool transforms = true;  // false: codes stand for the channels as they are (latents, docs/format.md section 13)
