@@ -1,8 +1,9 @@
 // The end of a segment: its partial results, in the order of the blocks that left them, become rows of out and lse. So
 // results are the same in every run.
 //
-// A kernel of its own joins them: it has as many warps as there are rows, or many times as many. With more segments
-// than blocks, which have little to share then, the last of the blocks that share a segment joins its parts.
+// A kernel of its own joins them: it has as many warps as there are rows, or many times as many. Where few blocks share
+// most segments, but many share one (a long sequence among short ones), that one's rows have more warps, too. With more
+// segments than blocks, which have little to share then, the last of the blocks that share a segment joins its parts.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -190,7 +191,78 @@ struct RowParts {
   }
 };
 
-// Joins parts where few blocks share a segment: a warp for each row; block (i, s) has rows of sequence s.
+// Joins one row, by `blocks` blocks of which this is number `rank`; the first writes the result. AT_ONCE: parts whose
+// loads overlap.
+template <int R, int AT_ONCE>
+__device__ __forceinline__ void join_row(const Latents& x, int rows, const Plan& plan, int sequence, int index,
+                                         int blocks, int rank) {
+  using Row = JoinedRow<R>;
+  __shared__ __align__(16) float sums[kJoinWarps][kPartHead + R], exact[kPartHead + R], sum[kPartHead + R];
+  const Attention& a = x.a;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, queries = a.num_queries(sequence);
+  const RowParts<R> parts(plan, a, sequence, index, rows);
+  Row own;
+  own.template add_all<AT_ONCE>(rank * kJoinWarps + warp, blocks * kJoinWarps, parts.shared.blocks, lane,
+                                [&](int i) { return parts.codes(i); });
+  own.leave(sums[warp], lane);
+  if (rank == 0 && warp == kJoinWarps - 1) {
+    Row of_exact;
+    of_exact.template add_all<AT_ONCE>(0, 1, parts.shared.exact_blocks(), lane, [&](int i) { return parts.exact(i); });
+    of_exact.leave(exact, lane);
+  }
+  __syncthreads();
+  add_rows<R>(kJoinWarps, sum, [&](int i) { return sums[i]; });
+  __syncthreads();
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (blocks > 1) {
+    const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
+    cluster.sync();
+    if (rank == 0) add_rows<R>(blocks, sums[0], [&](int i) { return cluster.map_shared_rank(sum, i); });
+    cluster.sync();  // nobody leaves before its sum has been read
+    if (rank > 0) return;
+  }
+#endif
+  if (warp > 0) return;
+  Row row;
+  row.add(Row::read_shared(blocks > 1 ? sums[0] : sum, lane));
+  row.rotate_back(x, lane);
+  row.add(Row::read_shared(exact, lane));
+  const RowPlace place = place_of_row(a, a.first_query(sequence), a.length(sequence), queries, index);
+  row.write(a, int64_t{place.token} * a.q_heads + place.head, lane);
+}
+
+// The segment with more than kMostOfWarp parts that has number `wanted` among them: its sequence, and its number among
+// those of the sequence. The sequence is -1 if there are fewer. By all threads of a block of the kernels that join.
+__device__ __forceinline__ int2 find_long_segment(const Plan& plan, const Attention& a, int rows, int wanted) {
+  __shared__ int long_ones[kJoinWarps];
+  __shared__ int2 found;
+  const int warp = threadIdx.x / 32;
+  int own = 0;  // of the thread's sequences
+  const auto look = [&](auto&& at_long) {
+    for (int s = threadIdx.x; s < a.seqs; s += 32 * kJoinWarps) {
+      const int first = first_segment(plan, a, rows, s), blocks = ceil_div(a.num_queries(s) * a.q_heads, rows);
+      for (int b = 0; b < blocks; ++b) {
+        if (plan.segments[first + b].blocks > kMostOfWarp) at_long(s, b);
+      }
+    }
+  };
+  look([&](int, int) { ++own; });
+  int before = sum_of_lanes_before(own);
+  if (threadIdx.x % 32 == 31) long_ones[warp] = before + own;
+  if (threadIdx.x == 0) found = {-1, 0};
+  __syncthreads();
+  for (int w = 0; w < warp; ++w) before += long_ones[w];
+  if (before <= wanted && wanted < before + own) {
+    look([&](int s, int b) {
+      if (before++ == wanted) found = {s, b};
+    });
+  }
+  __syncthreads();
+  return found;
+}
+
+// Joins parts where few blocks share most segments: a warp for each row; block (i, s) has rows of sequence s. Behind the
+// sequences, block (i, seqs + kJoinWarps n + w) has row kJoinWarps i + w of the n-th segment with many parts.
 template <int R>
 __global__ void __launch_bounds__(32 * kJoinWarps, 3)
     join_few_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
@@ -198,10 +270,21 @@ __global__ void __launch_bounds__(32 * kJoinWarps, 3)
   let_next_kernel_begin();
   wait_for_previous_kernel();
   const Attention& a = x.a;
-  const int lane = threadIdx.x % 32, index = blockIdx.x * kJoinWarps + threadIdx.x / 32, sequence = blockIdx.y;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, behind = static_cast<int>(blockIdx.y) - a.seqs;
+  if (behind >= 0) {
+    const int row = blockIdx.x * kJoinWarps + behind % kJoinWarps;
+    if (row >= rows) return;
+    const int2 segment = find_long_segment(plan, a, rows, behind / kJoinWarps);
+    if (segment.x < 0) return;
+    const int index = segment.y * rows + row;
+    if (index < a.num_queries(segment.x) * a.q_heads) join_row<R, 2>(x, rows, plan, segment.x, index, 1, 0);
+    return;
+  }
+  const int index = blockIdx.x * kJoinWarps + warp, sequence = blockIdx.y;
   const int queries = a.num_queries(sequence);
   if (index >= queries * a.q_heads) return;
   const RowParts<R> parts(plan, a, sequence, index, rows);
+  if (parts.shared.blocks > kMostOfWarp) return;
   JoinedRow<R> row;
   row.template add_all<2>(0, 1, parts.shared.blocks, lane, [&](int i) { return parts.codes(i); });
   row.rotate_back(x, lane);
@@ -217,8 +300,6 @@ template <int R>
 __global__ void __launch_bounds__(32 * kJoinWarps)
     join_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  using Row = JoinedRow<R>;
-  __shared__ __align__(16) float sums[kJoinWarps][kPartHead + R], exact[kPartHead + R], sum[kPartHead + R];
   let_next_kernel_begin();
   wait_for_previous_kernel();
   int blocks = 1, rank = 0;
@@ -226,38 +307,8 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
   const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
   blocks = static_cast<int>(cluster.num_blocks()), rank = static_cast<int>(cluster.block_rank());
 #endif
-  const Attention& a = x.a;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x / blocks, sequence = blockIdx.y;
-  const int queries = a.num_queries(sequence);
-  if (index >= queries * a.q_heads) return;
-  const RowParts<R> parts(plan, a, sequence, index, rows);
-  Row own;
-  own.template add_all<4>(rank * kJoinWarps + warp, blocks * kJoinWarps, parts.shared.blocks, lane,
-                          [&](int i) { return parts.codes(i); });
-  own.leave(sums[warp], lane);
-  if (rank == 0 && warp == kJoinWarps - 1) {
-    Row of_exact;
-    of_exact.template add_all<4>(0, 1, parts.shared.exact_blocks(), lane, [&](int i) { return parts.exact(i); });
-    of_exact.leave(exact, lane);
-  }
-  __syncthreads();
-  add_rows<R>(kJoinWarps, sum, [&](int i) { return sums[i]; });
-  __syncthreads();
-#if __CUDA_ARCH__ >= 900
-  if (blocks > 1) {
-    cluster.sync();
-    if (rank == 0) add_rows<R>(blocks, sums[0], [&](int i) { return cluster.map_shared_rank(sum, i); });
-    cluster.sync();  // nobody leaves before its sum has been read
-    if (rank > 0) return;
-  }
-#endif
-  if (warp > 0) return;
-  Row row;
-  row.add(Row::read_shared(blocks > 1 ? sums[0] : sum, lane));
-  row.rotate_back(x, lane);
-  row.add(Row::read_shared(exact, lane));
-  const RowPlace place = place_of_row(a, a.first_query(sequence), a.length(sequence), queries, index);
-  row.write(a, int64_t{place.token} * a.q_heads + place.head, lane);
+  const int index = blockIdx.x / blocks, sequence = blockIdx.y;
+  if (index < x.a.num_queries(sequence) * x.a.q_heads) join_row<R, 4>(x, rows, plan, sequence, index, blocks, rank);
 #endif
 }
 

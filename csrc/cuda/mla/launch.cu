@@ -69,10 +69,16 @@ void LatentLaunch::check_limits() const {
 cudaError_t LatentLaunch::join(void** arguments, cudaStream_t stream) const {
   const int rows = most_queries(call_.a) * call_.a.q_heads, major = device_.facts.major;
   const int64_t parts = grid_ / segments_;  // of a segment, if all are equal
-  const auto launch = [&](const void* kernel, unsigned blocks, int cluster) {
-    return launch_early(kernel, dim3(blocks, call_.a.seqs), 32 * kJoinWarps, 0, arguments, stream, major, cluster);
+  const auto launch = [&](const void* kernel, unsigned blocks, int cluster, int more = 0) {
+    return launch_early(kernel, dim3(blocks, call_.a.seqs + more), 32 * kJoinWarps, 0, arguments, stream, major,
+                        cluster);
   };
-  if (parts <= kFewParts) return launch(entry_.join_few, num_blocks(rows, kJoinWarps), 1);
+  if (parts <= kFewParts) {
+    // Segments that may have more parts than a warp adds up: no block has parts of two of them.
+    const int long_segments = static_cast<int>(std::min(int64_t{grid_} / (kMostOfWarp + 1), segments_));
+    const int more = std::min(long_segments * kJoinWarps, kMostSeqs - call_.a.seqs);
+    return launch(entry_.join_few, num_blocks(rows, kJoinWarps), 1, more);
+  }
   int cluster = 1;
   while (major >= 9 && cluster < kMostJoinBlocks && cluster * kJoinWarps * kFewParts < parts) cluster *= 2;
   return launch(entry_.join, rows * cluster, cluster);

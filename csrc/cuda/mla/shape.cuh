@@ -44,6 +44,7 @@ constexpr int kImageRows = 8;       // that a block prepares: the columns of a c
 constexpr int kJoinWarps = 8;       // of a block of the kernel that joins parts
 constexpr int kMostJoinBlocks = 8;  // that join a row in it, a cluster
 constexpr int kFewParts = 8;        // that a warp of the kernel that joins parts adds up in a moment
+constexpr int kMostOfWarp = 16;     // parts; more are added up by several warps
 constexpr int kExactPerUnit = 8;    // exact keys that take as long as a unit of codes, if there are some 70 of them
 constexpr Least kLeast{2, 1};
 
