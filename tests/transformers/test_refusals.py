@@ -20,7 +20,7 @@ from tests.transformers.harness import (
 )
 from tests.transformers.latents import make_latent_model
 from torch_turboquant import CacheConfig, preset
-from torch_turboquant.integrations.transformers import TurboQuantCache
+from torch_turboquant.integrations.transformers import TurboQuantCache, tensors
 from torch_turboquant.memory import attention_layers
 
 # ------------------------------------------------------------------------------------- errors
@@ -360,6 +360,8 @@ def test_a_model_without_weights(device, gradients):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("form", [{}, {"max_cache_len": 100, "static": True}])
 def test_a_forward_that_is_exported(form, strict):
+    if strict and torch.__version__ < (2, 13):
+        pytest.skip("before torch 2.13 every trace is told that it is an export")
     model, ids = make_model(), make_ids(73)
 
     class Step(torch.nn.Module):
@@ -380,6 +382,19 @@ def test_a_forward_that_is_exported(form, strict):
             model(tokens, past_key_values=cache)
         assert cache.get_seq_length() == 71
         assert torch.equal(feed(model, cache, ids[:, 71:], 1, 1), expected[:, 71:])
+
+
+def test_a_compiled_forward_is_no_export(monkeypatch):
+    """Before torch 2.13 is_exporting() is true in whatever torch.compile traces."""
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    monkeypatch.setattr(tensors, "_KNOWS_EXPORTS", False)
+    model, ids = make_model(), make_ids(72)
+    with TurboQuantCache.for_model(model, max_cache_len=100, static=True) as cache:
+        feed(model, cache, ids[:, :70])
+        step = torch.compile(model, backend="eager", fullgraph=True)
+        step(ids[:, 70:71], past_key_values=cache)
+        step(ids[:, 71:], past_key_values=cache)
+        assert cache.get_seq_length() == 72
 
 
 def test_attention_that_goes_another_way_is_noticed(monkeypatch):

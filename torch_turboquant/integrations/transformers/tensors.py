@@ -12,6 +12,8 @@ from torch.compiler import is_dynamo_compiling
 
 _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int8", "int32", "int64", "float32")}
 _ALIGNED = 256  # bytes, as an allocation of its own would be
+# Older versions answer every question of code that torch.compile traces with yes.
+_KNOWS_EXPORTS = torch.__version__ >= (2, 13)
 
 
 def put_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
@@ -53,10 +55,12 @@ def check_not_exported(tensor: Tensor) -> None:
     """Raises if torch.export traces the forward of these tokens.
 
     Another thread may export at this time, which the forward of real tokens does not matter to.
+    Before torch 2.13 an export by torch.compile's tracer (strict=True) goes unnoticed.
     """
-    if not torch.compiler.is_exporting():
+    is_traced = is_dynamo_compiling()
+    if is_traced and not _KNOWS_EXPORTS:
         return
-    if is_dynamo_compiling() or isinstance(tensor, FakeTensor):
+    if torch.compiler.is_exporting() and (is_traced or isinstance(tensor, FakeTensor)):
         raise RuntimeError(
             "torch.export cannot take a forward on a TurboQuantCache: the program would have "
             "numbers of this moment in it, and not the cache. Use torch.compile, for steps of a "
