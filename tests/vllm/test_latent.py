@@ -30,6 +30,7 @@ from tests.vllm.harness import (
     told,
 )
 from tests.vllm.steps import LONG_STEPS, STEPS, Steps, asked_of_flash, vllm_started
+from torch_turboquant.integrations import vllm as plugin
 from torch_turboquant.integrations.engine import prompts
 from torch_turboquant.integrations.vllm import adapter
 from torch_turboquant.integrations.vllm.latent import (
@@ -434,7 +435,7 @@ def test_versions_without_latents_refuse_them_on_a_cpu(started, monkeypatch, nam
     """There vLLM ignores --attention-backend, and would serve from its own cache."""
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     monkeypatch.setattr(adapter, "INTERFACE", INTERFACE._replace(latents=False))
-    adapter.register()
+    plugin.register()
     with (
         set_current_vllm_config(started({})),
         pytest.raises(ValueError, match=r"latent attention \(MLA\) need vLLM 0\.32"),

@@ -1,12 +1,18 @@
 """What happens before the first token: names, the start-up line, refusals."""
 
+import re
+import sys
+from types import SimpleNamespace
+
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM: make vllm")
+vllm = pytest.importorskip("vllm", reason="needs vLLM: make vllm")
 
 import transformers
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.vllm.harness import ON_GPU, engine, generate, prompt, save_llama, told
+from torch_turboquant.integrations import vllm as plugin
 from torch_turboquant.integrations.vllm.adapter import INTERFACE
 
 # Without a GPU vLLM knows one name, which the plug-in takes; unasked, vLLM chooses its own backend.
@@ -52,6 +58,26 @@ def test_nothing_happens_unasked(folder):
         assert backend_of(llm) == THEIRS
         assert len(generate(llm, [prompt(9, seed=9)], 2)[0]) == 2
     assert lines == []
+
+
+def test_another_version_is_refused_only_where_the_backend_is_chosen(monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    monkeypatch.delitem(sys.modules, f"{plugin.__name__}.adapter")  # as in a new process
+    monkeypatch.delattr(plugin, "adapter")
+    plugin.register()
+    text = re.escape("torch_turboquant: vLLM 0.99.0 is installed; this torch_turboquant supports")
+    with pytest.raises(ValueError, match=text):
+        AttentionBackendEnum.CUSTOM.get_class()
+
+    def on_a_cpu(chosen):
+        attention = SimpleNamespace(backend=chosen)
+        config = SimpleNamespace(attention_config=attention, additional_config={})
+        monkeypatch.setattr("vllm.config.get_current_vllm_config", lambda: config)
+        return AttentionBackendEnum.CPU_ATTN.get_class()
+
+    with pytest.raises(ValueError, match=text):
+        on_a_cpu(AttentionBackendEnum.CUSTOM)
+    assert on_a_cpu(None).__name__ == "CPUAttentionBackend"
 
 
 @pytest.mark.skipif(not INTERFACE.own_name, reason="this vLLM has no names for others' backends")

@@ -24,7 +24,18 @@ vLLM finds `register` by the entry point group vllm.general_plugins and calls it
 
 
 def register() -> None:
-    """Registers the backend with vLLM; may be called again."""
-    from torch_turboquant.integrations.vllm import adapter
+    """Registers the backend with vLLM; may be called again.
 
-    adapter.register()
+    A version of vLLM that the plug-in does not know runs as without it: only whoever chooses the
+    backend is told.
+    """
+    import vllm
+
+    from torch_turboquant.integrations.vllm import choice
+    from torch_turboquant.integrations.vllm.versions import wrong_version
+
+    choice.register_names()
+    if wrong_version(vllm.__version__) is None:
+        from torch_turboquant.integrations.vllm import adapter
+
+        adapter.register()

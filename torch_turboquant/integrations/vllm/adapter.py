@@ -1,4 +1,4 @@
-"""Everything that differs between versions of vLLM: registration, the bytes of a page, its shape.
+"""Everything that differs between versions of vLLM: names, the bytes of a page, its shape.
 
 Models with latent attention are served from 0.32 on, whose interface to them is written here and in
 latent.py.
@@ -23,12 +23,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from torch_turboquant.config import NAMED_PRESETS, PRESETS
 from torch_turboquant.integrations.engine import pages
+from torch_turboquant.integrations.vllm.choice import MODULE, OWN_NAME
 from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX
 from torch_turboquant.integrations.vllm.versions import find_interface
-
-OWN_NAME = "TORCH_TURBOQUANT"
-MODULE = "torch_turboquant.integrations.vllm"
-
 
 INTERFACE = find_interface(vllm.__version__)
 
@@ -37,16 +34,11 @@ INTERFACE = find_interface(vllm.__version__)
 
 
 def register() -> None:
-    """Makes the backend known by the names that this version allows; may be called again."""
-    register_backend(AttentionBackendEnum.CUSTOM, f"{MODULE}.choice.Backend")
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{MODULE}.cpu.Backend")
+    """Registers what only some versions allow; may be called again."""
     if INTERFACE.own_name and OWN_NAME not in AttentionBackendEnum.__members__:
         register_backend(OWN_NAME, f"{MODULE}.choice.OwnNameBackend")
     if INTERFACE.own_dtype:
         _register_dtypes()
-    for name, ours in (("CPU_MLA", "LatentBackend"), ("AMX_MLA", "AmxLatentBackend")):
-        if name in AttentionBackendEnum.__members__:  # also where latents are refused
-            register_backend(AttentionBackendEnum[name], f"{MODULE}.cpu.{ours}")
     if INTERFACE.latents:
         _register_latent_layers()
 

@@ -40,7 +40,7 @@ from torch_turboquant.integrations.engine.prompts import (
     long_chunk,
     runs_of_neighbours,
 )
-from torch_turboquant.integrations.vllm import adapter, limits
+from torch_turboquant.integrations.vllm import adapter, choice, limits
 from torch_turboquant.integrations.vllm.plan import PAGE_SIZE, Plan, latest_plan, plan_of
 from torch_turboquant.integrations.vllm.prompts import prompt_attention
 from torch_turboquant.ops.attention import attend_constants, step_constants
@@ -49,7 +49,6 @@ from torch_turboquant.tables import CacheTables
 
 logger = init_logger("vllm.torch_turboquant")  # vLLM prints what is below its own name
 
-NAMES = ("CUSTOM", adapter.OWN_NAME)
 FIRST_TOKENS = 1  # of a sequence that stay exact, as the ops' sink_tokens
 NO_TAIL = (None, None, None, 0, 0)  # for the arguments tail to recent_window
 
@@ -133,7 +132,7 @@ class OwnNameBackend(TurboQuantBackend):
 
     @staticmethod
     def get_name() -> str:
-        return adapter.OWN_NAME
+        return choice.OWN_NAME
 
 
 class CpuBackend(TurboQuantBackend):

@@ -9,8 +9,41 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch_turboquant.integrations.vllm.versions import wrong_version
+
+MODULE = "torch_turboquant.integrations.vllm"
+OWN_NAME = "TORCH_TURBOQUANT"
+NAMES = ("CUSTOM", OWN_NAME)
+
 FOLLOWING = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods of speculation whose draft models attend as any model does."""
+
+
+def register_names() -> None:
+    """Makes the backend known by the names that every version allows; may be called again."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, f"{MODULE}.choice.Backend")
+    on_cpus = {
+        "CPU_ATTN": "Backend",
+        "CPU_MLA": "LatentBackend",
+        "AMX_MLA": "AmxLatentBackend",
+    }
+    for name, ours in on_cpus.items():
+        if name in AttentionBackendEnum.__members__:
+            register_backend(AttentionBackendEnum[name], f"{MODULE}.cpu.{ours}")
+
+
+def check_version() -> None:
+    """Raises ValueError for a vLLM that the plug-in does not know.
+
+    An ImportError would lose its text: vLLM shows those of backends by the name of their type.
+    """
+    import vllm
+
+    wrong = wrong_version(vllm.__version__)
+    if wrong:
+        raise ValueError(f"torch_turboquant: {wrong}")
 
 
 def let_drafts_follow(vllm_config: Any) -> None:
@@ -28,6 +61,7 @@ def let_drafts_follow(vllm_config: Any) -> None:
 def __getattr__(name: str) -> Any:
     if name not in ("Backend", "OwnNameBackend"):
         raise AttributeError(name)
+    check_version()
     from torch_turboquant.integrations.vllm import adapter, backend
 
     own = name == "OwnNameBackend"

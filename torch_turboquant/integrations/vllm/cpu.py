@@ -25,15 +25,18 @@ def __getattr__(name: str) -> Any:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from torch_turboquant.integrations.engine.settings import KEY
-    from torch_turboquant.integrations.vllm import adapter, backend, limits
+    from torch_turboquant.integrations.vllm import choice
 
     ours, theirs = _NAMES[name]
     config = get_current_vllm_config()
     asked = config.attention_config.backend
-    if asked is not None and asked.name in backend.NAMES:
+    if asked is not None and asked.name in choice.NAMES:
+        choice.check_version()
+        from torch_turboquant.integrations.vllm import adapter, limits
+
         if ours.startswith("latent.") and not adapter.INTERFACE.latents:
             raise ValueError(f"torch_turboquant: {limits.NO_LATENTS}")
-        return _find(f"{adapter.MODULE}.{ours}")
+        return _find(f"{choice.MODULE}.{ours}")
     if KEY in config.additional_config and not _has_ours(config):
         raise ValueError(
             "turboquant: there are settings, but another attention backend is chosen: pass "

@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import MLAAttentionImpl
 
 from torch_turboquant.integrations.engine import pages
 from torch_turboquant.integrations.engine.limits import ELSEWHERE
-from torch_turboquant.integrations.vllm import adapter, limits
+from torch_turboquant.integrations.vllm import adapter, choice, limits
 from torch_turboquant.integrations.vllm.backend import (
     Part,
     TurboQuantBackend,
@@ -107,7 +107,7 @@ class OwnNameLatentBackend(LatentBackend):
 
     @staticmethod
     def get_name() -> str:
-        return adapter.OWN_NAME
+        return choice.OWN_NAME
 
 
 class CpuLatentBackend(LatentBackend):

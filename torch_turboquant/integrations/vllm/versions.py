@@ -38,13 +38,27 @@ def find_interface(version: str) -> Interface:
     Raises:
         ImportError: a version that this plug-in does not know.
     """
+    interface = _find(version)
+    if interface is None:
+        raise ImportError(wrong_version(version))
+    return interface
+
+
+def wrong_version(version: str) -> str | None:
+    """What is wrong with a version of vLLM; None: nothing."""
+    if _find(version) is not None:
+        return None
+    first, last = INTERFACES[0].first, INTERFACES[-1].last
+    return (
+        f"vLLM {version} is installed; this torch_turboquant supports {first[0]}.{first[1]} to "
+        f"{last[0]}.{last[1]}: install one of these, or a newer torch_turboquant"
+    )
+
+
+def _find(version: str) -> Interface | None:
     number = re.match(r"(\d+)\.(\d+)", version)
     found = (int(number[1]), int(number[2])) if number else None
     for interface in INTERFACES:
         if found and interface.first <= found <= interface.last:
             return interface
-    first, last = INTERFACES[0].first, INTERFACES[-1].last
-    raise ImportError(
-        f"vLLM {version} is installed; this torch_turboquant supports {first[0]}.{first[1]} to "
-        f"{last[0]}.{last[1]}: install one of these, or a newer torch_turboquant"
-    )
+    return None
