@@ -153,7 +153,7 @@ def test_layers_that_are_refused(changes, text):
 
 
 def engine_config(**changes):
-    model = {"is_hybrid": False, "enforce_eager": False, "use_mla": False}
+    model = {"is_hybrid": False, "enforce_eager": False, "use_mla": False, "is_mm_prefix_lm": False}
     transfer = {"kv_connector": None, "kv_connector_extra_config": {}}
     transfer["kv_connector_module_path"] = None
     parts = {"cache": {}, "parallel": {}, "model": model, "transfer": transfer}
@@ -165,6 +165,15 @@ def engine_config(**changes):
     return SimpleNamespace(**configs)
 
 
+def with_pictures(image, video):
+    """A model whose pictures' tokens see each other, and how many pictures a request may have."""
+    limits_of = {"image": image, "video": video}
+    return {
+        "model_is_mm_prefix_lm": True,
+        "model_multimodal_config": SimpleNamespace(get_limit_per_prompt=limits_of.get),
+    }
+
+
 NEW, OLD = find_interface("0.32.0"), find_interface("0.27.1")
 
 
@@ -173,6 +182,9 @@ def test_what_engines_may_be():
     limits.check_engine(engine_config(model_is_hybrid=True), NEW, Settings())
     limits.check_engine(engine_config(), OLD, Settings())
     limits.check_engine(engine_config(model_enforce_eager=True), NEW, Settings(calibrate=True))
+    limits.check_engine(engine_config(**with_pictures(0, 0)), NEW, Settings())
+    text = engine_config(model_is_mm_prefix_lm=True, model_multimodal_config=None)
+    limits.check_engine(text, NEW, Settings())
 
 
 @pytest.mark.parametrize(
@@ -192,6 +204,8 @@ def test_what_engines_may_be():
             "prefill_context_parallel_size is 4, supported: 1",
         ),
         ({"model_is_hybrid": True}, OLD, {}, "install vLLM 0.28 or newer"),
+        (with_pictures(999, 0), NEW, {}, "pass --language-model-only to serve text alone"),
+        (with_pictures(0, 1), OLD, {}, "tokens of a picture see each other in this model"),
         (
             {"transfer_kv_connector": "NixlConnector"},
             NEW,

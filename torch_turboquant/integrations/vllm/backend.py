@@ -115,12 +115,17 @@ class TurboQuantBackend(adapter.Pages):
         kv_cache_dtype: Any,
         block_size: int | None = None,
         use_mla: bool = False,
+        has_sink: bool = False,
+        use_sparse: bool = False,
+        use_mm_prefix: bool = False,
         *_: Any,
         **__: Any,
     ) -> str | None:
         """vLLM says "not supported" of what the methods above refuse; the cures are added here."""
         if use_mla:  # else choice.py would have chosen another class
             return limits.NO_LATENTS
+        if use_mm_prefix:
+            return limits.BOTH_WAYS
         on_cpu = current_platform.is_cpu()
         given = kv_cache_dtype or "auto"
         wrong = limits.wrong_layer(head_size, dtype, on_cpu, given, None, "decoder", {})

@@ -21,6 +21,12 @@ CACHE_DTYPES = ("auto", "float16", "bfloat16")
 _VERSIONS = " or ".join(f"{i.first[0]}.{i.first[1]}" for i in INTERFACES if i.latents)
 NO_LATENTS = f"models with latent attention (MLA) need vLLM {_VERSIONS}: {ELSEWHERE}"
 
+BOTH_WAYS = (
+    "tokens of a picture see each other in this model, and attention that is not causal is not "
+    "supported: pass --language-model-only to serve text alone (on a GPU from vLLM 0.28 on), or "
+    f"{ELSEWHERE}"
+)
+
 
 def layer_index(name: str) -> int:
     """The number of a layer, which vLLM names by the place of its attention in the model.
@@ -146,6 +152,8 @@ def check_engine(vllm_config: Any, interface: Interface, settings: Settings) -> 
             "this vLLM pads the pages of hybrid models to their size in bfloat16: install vLLM "
             "0.28 or newer"
         )
+    if _sees_pictures_both_ways(model):
+        found.append(BOTH_WAYS)
     found += wrong_connectors(vllm_config.kv_transfer_config, model.use_mla)
     if model.use_mla:
         found += _wrong_with_latents(model, interface, settings)
@@ -153,6 +161,14 @@ def check_engine(vllm_config: Any, interface: Interface, settings: Settings) -> 
         found.append("calibrate needs every step as it is: pass --enforce-eager")
     if found:
         raise ValueError(f"torch_turboquant: {'; '.join(found)}")
+
+
+def _sees_pictures_both_ways(model: Any) -> bool:
+    """Whether requests may have pictures whose tokens see each other."""
+    if not model.is_mm_prefix_lm or model.multimodal_config is None:
+        return False
+    limit = model.multimodal_config.get_limit_per_prompt
+    return bool(limit("image") or limit("video"))
 
 
 def check_learning(vllm_config: Any) -> None:
