@@ -12,6 +12,7 @@ import transformers
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.vllm.harness import ON_GPU, engine, generate, prompt, save_llama, told
+from torch_turboquant.centers import FILE_NAME
 from torch_turboquant.integrations import vllm as plugin
 from torch_turboquant.integrations.vllm.adapter import INTERFACE
 
@@ -124,6 +125,15 @@ def test_block_sizes(folder):
 def test_refusals_when_an_engine_starts(folder, settings, options, text):
     with pytest.raises(Exception, match=text), engine(folder, settings, **options):
         pass
+
+
+def test_a_calibration_does_not_read_the_file_that_it_replaces(tmp_path):
+    save_llama(tmp_path)
+    (tmp_path / FILE_NAME).write_bytes(b"damaged")
+    settings = {"preset": "k8v8", "learn": False, "calibrate": True}
+    with told() as lines, engine(tmp_path, settings, enforce_eager=True):
+        pass
+    assert "Centers: none" in lines[0]
 
 
 def test_alibi_is_refused(tmp_path):

@@ -50,9 +50,10 @@ class Plan:
         self.device = torch.device(vllm_config.device_config.device)
         self.constants: LayerConstants | None = None
         self.rank = get_tensor_model_parallel_rank()
-        file = None
-        if not self.is_draft and not self.latents:
-            file = find_file(model.model, self.settings.centers)
+        file, given = None, self.settings.centers
+        makes_it = self.settings.calibrate and given is None  # the one beside the model, anew
+        if not self.is_draft and not self.latents and not makes_it:
+            file = find_file(model.model, given)
         if file is not None:
             ranks = get_tensor_model_parallel_world_size()
             self.constants = LayerConstants.of(file, model.hf_config, self.rank, ranks)
