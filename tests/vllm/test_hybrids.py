@@ -9,6 +9,7 @@ import transformers
 
 from tests.vllm.harness import ON_GPU, engine, generate, prompt, randomise, save
 from tests.vllm.reference import Reference
+from torch_turboquant import centers as files
 from torch_turboquant.integrations.vllm.adapter import INTERFACE
 
 TOKENS = 16
@@ -50,6 +51,28 @@ def model(tmp_path_factory):
     qwen = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**SHAPE))
     folder = tmp_path_factory.mktemp("qwen")
     return folder, save(randomise(qwen), folder)
+
+
+def test_layers_of_drafts_that_are_numbered_anew(model):
+    """MTP: the layer mtp.layers.0 attends, while layer 0 of the model, of which a file of centers
+    has nothing and the settings have a preset, does not."""
+    folder, qwen = model
+    pytest.importorskip("safetensors")
+    centers = [None, None, None, torch.ones(2, 32)]
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    settings = {"preset": PRESET, "layers": {"0": "k4v4"}}
+    files.save(folder / files.FILE_NAME, centers, qwen.config)
+    try:
+        options = {"dtype": "bfloat16", "block_size": 64, "load_format": "dummy"}
+        with engine(folder, settings, **options, speculative_config=drafts) as llm:
+            layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+            found = {n: layer.impl for n, layer in layers.items() if hasattr(layer, "impl")}
+    finally:
+        (folder / files.FILE_NAME).unlink()
+    own, drafting = (next(i for n, i in found.items() if n.startswith(p)) for p in ("model", "mtp"))
+    assert len(found) == 2
+    assert own.config == drafting.config and own.config.key_bits == 8
+    assert own.tables.center is not None and drafting.tables.center is None
 
 
 def layers_of(llm):

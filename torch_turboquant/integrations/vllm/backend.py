@@ -41,7 +41,13 @@ from torch_turboquant.integrations.engine.prompts import (
     runs_of_neighbours,
 )
 from torch_turboquant.integrations.vllm import adapter, choice, limits
-from torch_turboquant.integrations.vllm.plan import PAGE_SIZE, Plan, latest_plan, plan_of
+from torch_turboquant.integrations.vllm.plan import (
+    PAGE_SIZE,
+    Plan,
+    are_for_drafts,
+    latest_plan,
+    plan_of,
+)
 from torch_turboquant.integrations.vllm.prompts import prompt_attention
 from torch_turboquant.ops.attention import attend_constants, step_constants
 from torch_turboquant.ops.cache import cache_load, store_constants
@@ -368,6 +374,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         if wrong:
             raise ValueError(f"torch_turboquant: {'; '.join(wrong)}")
         self.plan: Plan = plan_of(self.vllm_config)
+        self.drafts = are_for_drafts(self.vllm_config)
         self.index: int | None = None
         self.sink_logits: Tensor | None = None
         self.learns = False
@@ -393,7 +400,9 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             return
         layers = self.vllm_config.compilation_config.static_forward_context
         name, layer = next((n, x) for n, x in layers.items() if getattr(x, "impl", None) is self)
-        self.index = limits.layer_index(self.target or name)  # whose pages it reads
+        # a layer with a target reads the pages of that one, which may be one of the model's
+        drafts = self.drafts and self.target is None
+        self.index = self.plan.index(self.target or name, drafts)
         self.config: CacheConfig = self.plan.config(self.index, self.head_size)
         # a layer that reads the pages of another one has its center, too, also a learned one
         owner = getattr(layers.get(self.target), "impl", None)

@@ -35,7 +35,7 @@ from torch_turboquant.integrations.vllm.backend import (
     TurboQuantMetadataBuilder,
     logger,
 )
-from torch_turboquant.integrations.vllm.plan import Plan, latest_plan, plan_of
+from torch_turboquant.integrations.vllm.plan import Plan, are_for_drafts, latest_plan, plan_of
 from torch_turboquant.integrations.vllm.prompts import (
     LONG_LATENT_CHUNK,
     latent_prompt_attention,
@@ -201,6 +201,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
             raise ValueError(f"torch_turboquant: {'; '.join(wrong)}")
         self.plan: Plan = plan_of(self.vllm_config)
         self.latent_norm: Any = None  # the module; adapter.py tells
+        self.drafts = are_for_drafts(self.vllm_config)
         self.index: int | None = None
         self.bound: Tensor | None = None
 
@@ -214,7 +215,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
             return
         layers = self.vllm_config.compilation_config.static_forward_context
         name, layer = next((n, x) for n, x in layers.items() if getattr(x, "impl", None) is self)
-        self.index, self.layer = limits.layer_index(name), layer
+        self.index, self.layer = self.plan.index(name, self.drafts), layer
         if self.latent_norm is None:
             raise ValueError(
                 f"torch_turboquant: layer {name} does not tell the norm of its latents, whose "

@@ -64,6 +64,14 @@ class Plan:
         self._told = False
         self._page_tokens = 0  # unknown
 
+    def index(self, name: str, drafts: bool) -> int:
+        """The number of a layer by its name; those of drafts come behind the model's own.
+
+        Some models number the layers that draft (MTP) on from their own ones, and some anew.
+        """
+        number = limits.layer_index(name)
+        return number + self.layers if drafts and number < self.layers else number
+
     def config(self, layer: int, head_dim: int) -> CacheConfig:
         """The configuration of a layer, with some page size."""
         if self._is_drafting(layer):
@@ -97,7 +105,7 @@ class Plan:
         return pages.bytes_per_token(config, self._page_tokens, self.first_token)
 
     def _is_drafting(self, layer: int) -> bool:
-        """Whether a layer drafts: the heads of EAGLE and MTP count on from the model's layers."""
+        """Whether a layer drafts: the heads of EAGLE and MTP come behind the model's layers."""
         return self.is_draft or layer >= self.layers
 
     def learns(self, layer: int) -> bool:
@@ -168,6 +176,13 @@ def plan_of(vllm_config: Any) -> Plan:
     plan = Plan(vllm_config)
     _PLANS.append((weakref.ref(vllm_config), plan))
     return plan
+
+
+def are_for_drafts(vllm_config: Any) -> bool:
+    """Whether layers that are made now will draft: those of the model have been loaded by then."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    impls = (getattr(layer, "impl", None) for layer in layers)
+    return any(hasattr(i, "plan") and i.index is not None for i in impls)
 
 
 def latest_plan() -> Plan:
