@@ -386,7 +386,7 @@ def test_a_forward_that_is_exported(form, strict):
 
 def test_a_compiled_forward_is_no_export(monkeypatch):
     """Before torch 2.13 is_exporting() is true in whatever torch.compile traces."""
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    monkeypatch.setattr(tensors, "is_exporting", lambda: True)
     monkeypatch.setattr(tensors, "_KNOWS_EXPORTS", False)
     model, ids = make_model(), make_ids(72)
     with TurboQuantCache.for_model(model, max_cache_len=100, static=True) as cache:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int8", "int32", "int64", "float32")}
 _ALIGNED = 256  # bytes, as an allocation of its own would be
@@ -60,7 +60,7 @@ def check_not_exported(tensor: Tensor) -> None:
     is_traced = is_dynamo_compiling()
     if is_traced and not _KNOWS_EXPORTS:
         return
-    if torch.compiler.is_exporting() and (is_traced or isinstance(tensor, FakeTensor)):
+    if is_exporting() and (is_traced or isinstance(tensor, FakeTensor)):
         raise RuntimeError(
             "torch.export cannot take a forward on a TurboQuantCache: the program would have "
             "numbers of this moment in it, and not the cache. Use torch.compile, for steps of a "
