@@ -130,6 +130,19 @@ def test_heads_and_queries(name, heads, q_lens):
         check(case, heads, torch.float32)  # the general kernel
 
 
+@pytest.mark.parametrize(("heads", "queries_each"), [(16, 1), (40, 1), (16, 3), (128, 1)])
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("name", BOTH)
+def test_long_sequences_among_short_ones(name, sinks, heads, queries_each):
+    """Many blocks share a segment though few share most: several warps join its parts."""
+    config = tt.latent_preset(name, 512, 64, sink_tokens=sinks, recent_window=4 * sinks)
+    lengths = [90, 9000, *[40] * 28, 6000, 3]
+    case = make_case(
+        config, lengths, [queries_each] * len(lengths), tail=sinks > 0, dtype=torch.bfloat16
+    )
+    check(case, heads, torch.bfloat16)
+
+
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("kind", CENTERS)
