@@ -124,8 +124,8 @@ constexpr int decode_warps(int d) { return d <= 128 ? 4 : 2; }  // of a block
 // Fewer vectors than this do not fill a device with large blocks.
 constexpr int64_t kFewVectors = 2048;
 
-// The lanes that share a vector of d = m * n channels and hold it in registers (cuda/codec/lanes.cuh). 0: a warp holds it
-// in shared memory.
+// The lanes that share a vector of d = m * n channels and hold it in registers (cuda/codec/lanes.cuh). 0: a warp holds
+// it in shared memory.
 constexpr int kMostElements = 16;  // of a lane
 constexpr int vector_lanes(format::Split split) {
   for (int lanes = 8; lanes <= 32; lanes *= 2) {

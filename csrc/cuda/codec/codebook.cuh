@@ -267,9 +267,9 @@ __device__ __forceinline__ void fill_level_bytes(uint32_t* words, const SharedCo
   for (int b = 0; b < 4; ++b) words[thread] |= static_cast<uint32_t>(book.level[4 * thread + b]) << 8 * b;
 }
 
-// The levels of the four low nibbles, from the words of fill_level_bytes. WIDE: magnitudes are up to 15, else up to 7; bit
-// 3 is 0 then. A nibble with bit 3 makes a permutation repeat the sign bit of a level, which is 0: so each half of the
-// levels gives 0 for the magnitudes of the other half.
+// The levels of the four low nibbles, from the words of fill_level_bytes. WIDE: magnitudes are up to 15, else up to 7;
+// bit 3 is 0 then. A nibble with bit 3 makes a permutation repeat the sign bit of a level, which is 0: so each half of
+// the levels gives 0 for the magnitudes of the other half.
 template <bool WIDE>
 __device__ __forceinline__ uint32_t levels_of_nibbles(uint32_t a, uint32_t b, uint32_t c, uint32_t d,
                                                       uint32_t nibbles) {

@@ -24,9 +24,9 @@ __host__ __device__ constexpr int vector_words(int d, bool dense) {
   return (Shape::kInRegisters ? d / 4 + (dense ? d / 4 : 0) : generic_words(d)) + 4;
 }
 
-// Encodes keys or values of some heads, or vectors, a token at a time for each group of lanes. A row or a block of codes
-// passes through shared memory, so that memory is written in whole words. count: tokens that a block has at a time. Its
-// other threads only help to fill the tables.
+// Encodes keys or values of some heads, or vectors, a token at a time for each group of lanes. A row or a block of
+// codes passes through shared memory, so that memory is written in whole words. count: tokens that a block has at a
+// time. Its other threads only help to fill the tables.
 template <typename Shape>
 __global__ void __launch_bounds__(kMostThreads)
     encode_any_kernel(const __grid_constant__ EncodeArguments a, const __grid_constant__ Shape shape,

@@ -1,7 +1,7 @@
 // The codec for vectors of every length, dtype and width that the format knows. A warp holds a vector in shared memory,
-// so that lengths are loops and one kernel serves all of them. codec/lanes.cuh is faster for most lengths
-// up to 512, codec/encode_bulk.cuh and codec/encode_step.cu are for the lengths, dtypes and widths that most models use;
-// the bytes are the same.
+// so that lengths are loops and one kernel serves all of them. codec/lanes.cuh is faster for most lengths up to 512,
+// codec/encode_bulk.cuh and codec/encode_step.cu are for the lengths, dtypes and widths that most models use; the bytes
+// are the same.
 #pragma once
 
 #include "cuda/codec/record.cuh"

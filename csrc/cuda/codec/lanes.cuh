@@ -1,15 +1,15 @@
 // The codec for vectors of nearly every length up to 512 that pages can have, every dtype and width: 8, 16 or 32 lanes
 // share a vector and hold it in registers. codec/generic.cuh, which holds a vector in shared memory, is for all other
-// lengths; codec/encode_bulk.cuh and codec/encode_step.cu are faster for the lengths that most models use. The bytes are
-// the same.
+// lengths; codec/encode_bulk.cuh and codec/encode_step.cu are faster for the lengths that most models use. The bytes
+// are the same.
 //
-// d = m * n channels, n a multiple of 2 LANES. Element e of lane l is channel LANES e + 2 l, where e is even, or the next
-// one, so that butterflies run in a lane, across lanes and in a lane again, which is their fixed order, and the m x m
-// factor needs registers only. Lengths are numbers here and not template parameters: a lane has room for 16 elements, and
-// loops skip those that a vector does not have; all lanes agree on that.
+// d = m * n channels, n a multiple of 2 LANES. Element e of lane l is channel LANES e + 2 l, where e is even, or the
+// next one, so that butterflies run in a lane, across lanes and in a lane again, which is their fixed order, and the m
+// x m factor needs registers only. Lengths are numbers here and not template parameters: a lane has room for 16
+// elements, and loops skip those that a vector does not have; all lanes agree on that.
 //
-// Candidates of a codebook share a table in shared memory: its words say, for every cell of 16 neighbouring coordinates,
-// the magnitudes of the code under eight candidates.
+// Candidates of a codebook share a table in shared memory: its words say, for every cell of 16 neighbouring
+// coordinates, the magnitudes of the code under eight candidates.
 #pragma once
 
 #include "choices/codec.h"
@@ -75,8 +75,8 @@ struct LaneVector {
   }
   static __device__ __forceinline__ int channel(int e, int lane) { return LANES * e + 2 * lane; }
 
-  // Loads the vector at `offset` with center, scales and signs (section 5), for the rotation to follow. signs: null where
-  // there is no transform.
+  // Loads the vector at `offset` with center, scales and signs (section 5), for the rotation to follow. signs: null
+  // where there is no transform.
   __device__ __forceinline__ void load(const Shape& s, const void* x, Dtype dtype, int64_t offset, const float* signs,
                                        const format::Channels& channels, int lane) {
     with_float_type(dtype, [&](auto tag) {
@@ -170,8 +170,8 @@ struct LaneVector {
 
 // ---- Encoding -------------------------------------------------------------------------------------------------------
 
-// The magnitudes of coordinates under up to eight candidates: nibble s of a word belongs to candidate s. A word is for a
-// cell of neighbouring coordinates, which no boundary separates.
+// The magnitudes of coordinates under up to eight candidates: nibble s of a word belongs to candidate s. A word is for
+// a cell of neighbouring coordinates, which no boundary separates.
 struct CandidateTable {
   static constexpr int kMost = 8;
 
@@ -185,8 +185,8 @@ struct CandidateTable {
   __device__ __forceinline__ CandidateTable(uint32_t* memory, int d)
       : words(memory + 4), levels(memory), reach(choices::encode_table_reach(d)) {}
 
-  // Fills the table from candidate `first` on. By the first `threads` threads of the block, which synchronise before and
-  // after. No table is needed for codes of 8 bits.
+  // Fills the table from candidate `first` on. By the first `threads` threads of the block, which synchronise before
+  // and after. No table is needed for codes of 8 bits.
   __device__ __forceinline__ void fill(const SharedCodebook& book, const Codebook& of, int first, int threads) {
     const Width width = of.width;
     if (format::levels_are_codes(width)) return;
@@ -395,8 +395,8 @@ __device__ __forceinline__ Fit put_byte_codes(const int (&u)[kRoom], const LaneS
 }
 
 // Encodes a vector (section 5), which load(v) has loaded with its signs; it may be loaded again. Leaves its octets in
-// `row` (codec/record.cuh), which the caller reads behind a barrier, and returns its scale. table: filled with the first
-// candidates. threads: those of the block that take part, which are all that have not ended.
+// `row` (codec/record.cuh), which the caller reads behind a barrier, and returns its scale. table: filled with the
+// first candidates. threads: those of the block that take part, which are all that have not ended.
 template <int LANES, typename Load>
 __device__ __forceinline__ uint16_t encode_in_lanes(LaneVector<LANES>& v, Load&& load, const LaneShape<LANES>& s,
                                                     int lane, const SharedCodebook& shared, CandidateTable& table,
@@ -411,8 +411,8 @@ __device__ __forceinline__ uint16_t encode_in_lanes(LaneVector<LANES>& v, Load&&
     v.transform(s, false, lane);
     squares = v.sum_of_squares(s);
     if (again || __all_sync(0xffffffff, squares >= 0x1p-60f && squares <= 0x1p100f)) break;
-    // A power of two is taken out only where a vector needs it (codec/encode_bulk.cuh says why it changes nothing else).
-    // All vectors of the warp take part, whether they need it or not.
+    // A power of two is taken out only where a vector needs it (codec/encode_bulk.cuh says why it changes nothing
+    // else). All vectors of the warp take part, whether they need it or not.
     load(v);
     uint32_t largest = 0;
     Vector::for_each_pair(s, [&](int e) {

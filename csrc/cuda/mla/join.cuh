@@ -261,8 +261,8 @@ __device__ __forceinline__ int2 find_long_segment(const Plan& plan, const Attent
   return found;
 }
 
-// Joins parts where few blocks share most segments: a warp for each row; block (i, s) has rows of sequence s. Behind the
-// sequences, block (i, seqs + kJoinWarps n + w) has row kJoinWarps i + w of the n-th segment with many parts.
+// Joins parts where few blocks share most segments: a warp for each row; block (i, s) has rows of sequence s. Behind
+// the sequences, block (i, seqs + kJoinWarps n + w) has row kJoinWarps i + w of the n-th segment with many parts.
 template <int R>
 __global__ void __launch_bounds__(32 * kJoinWarps, 3)
     join_few_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
