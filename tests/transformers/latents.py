@@ -34,6 +34,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "beta_fast": 32.
         "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5}  # fmt: skip
 MODELS = {
     "axk1": EXPERTS,
+    "bailing_hybrid": {**EXPERTS, "head_dim": 16, "num_experts": 4,
+                       "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "deepseek_v2": {**EXPERTS, "q_lora_rank": None},
     "deepseek_v3": EXPERTS,
     "glm4_moe_lite": EXPERTS,

@@ -231,7 +231,7 @@ def test_the_static_form_equals_the_growing_one(kind):
     ("youtu", "uncompressed", "aot_eager"),
 ])  # fmt: skip
 def test_one_graph_while_the_context_grows(kind, preset, backend):
-    layers = {} if kind == "kimi_linear" else {"num_hidden_layers": 2}
+    layers = {} if "layer_types" in MODELS[kind] else {"num_hidden_layers": 2}
     model, ids = make_latent_model(kind, **layers), make_ids(100, 2)
     step = torch.compile(model, fullgraph=True, backend=backend)
     small = SMALL if preset == "k4" else {}
