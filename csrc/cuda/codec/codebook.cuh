@@ -277,6 +277,22 @@ __device__ __forceinline__ uint32_t levels_of_nibbles(uint32_t a, uint32_t b, ui
   return WIDE ? level | select_bytes(c, d, nibbles ^ 0x8888) : level;
 }
 
+// LANES neighbouring lanes, a power of two of up to eight, have sums of eight candidates each; `lane` is the number of
+// one. Afterwards it has its share of the candidates, 8 / LANES in order, at the front, added up over these lanes.
+template <int LANES>
+__device__ __forceinline__ void divide_candidates(uint32_t (&dot)[8], uint32_t (&square)[8], int lane) {
+#pragma unroll
+  for (int bit = LANES / 2, n = 4; bit > 0; bit /= 2, n /= 2) {
+    const bool upper = lane & bit;
+    const auto add = [&](uint32_t& sum, uint32_t second) {
+      const uint32_t other = __shfl_xor_sync(0xffffffff, upper ? sum : second, bit);
+      sum = (upper ? second : sum) + other;
+    };
+#pragma unroll
+    for (int s = 0; s < n; ++s) add(dot[s], dot[s + n]), add(square[s], square[s + n]);
+  }
+}
+
 // The bits of a magnitude: they have the order of the values, with NaN above infinity.
 constexpr uint32_t kInfinityBits = 0x7F800000;
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }

@@ -138,9 +138,9 @@ void launch_encode_any(const EncodeArguments& a, format::Split split, cudaStream
     // multiprocessors. Where tables are filled, each of these has a multiprocessor of its own, and more threads.
     constexpr bool kTable = Shape::kInRegisters;
     const bool few = kTable ? vectors * a.sources <= kBlockTokens * multiprocessors : vectors < choices::kFewVectors;
-    int count = !few ? kBlockTokens : kTable ? num_blocks(vectors * a.sources, multiprocessors) : 4;
+    const int wanted = !few ? kBlockTokens : kTable ? num_blocks(vectors * a.sources, multiprocessors) : 4;
     const int stride = vector_words<Shape>(shape.d, a.packed), table = kTable ? CandidateTable::room(shape.d) : 0;
-    while (count > 1 && 4 * (table + count * stride) > kMostSharedBytes) count /= 2;
+    const int count = times_in_block(stride, wanted, table);
     const int image = !a.packed && count == kBlockTokens ? a.layout.value_block_bytes : 0;
     const int threads = kTable && few ? kMostThreads : count * Shape::kLanes;
     // A block that encodes several times fills its tables once, so there are not many more than fit at once.

@@ -269,16 +269,7 @@ __device__ __forceinline__ Fit encode_search(const float (&y)[64], const float (
   }
   // The lanes of a vector divide the candidates between them, and then exchange the best of each share.
   constexpr int kOwn = kMostCandidates / Traits::kLanes;
-#pragma unroll
-  for (int bit = Traits::kLanes / 2, n = kMostCandidates / 2; bit > 0; bit /= 2, n /= 2) {
-    const bool upper = part & bit;
-    const auto add = [&](uint32_t& sum, uint32_t second) {
-      const uint32_t other = __shfl_xor_sync(0xffffffff, upper ? sum : second, bit);
-      sum = (upper ? second : sum) + other;
-    };
-#pragma unroll
-    for (int s = 0; s < n; ++s) add(dot[s], dot[s + n]), add(square[s], square[s + n]);
-  }
+  divide_candidates<Traits::kLanes>(dot, square, part);
   float best_merit = -1;
   int kept = 0, kept_dot = 0, kept_square = 0;
 #pragma unroll

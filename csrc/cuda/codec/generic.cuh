@@ -30,11 +30,11 @@ struct GenericShape {
 __host__ __device__ constexpr int generic_stride(int d) { return (d + 3) / 4 * 4; }
 __host__ __device__ constexpr int generic_words(int d) { return 2 * generic_stride(d); }
 
-// The number of warps of `words` words each that fit in a block, `most` at most.
-inline int generic_warps(int words, int most) {
-  int warps = most;
-  while (warps > 1 && 4 * words * warps > kMostSharedBytes) warps /= 2;
-  return warps;
+// How many times `words` words fit into the shared memory of a block beside `fixed` others, `most` at most.
+inline int times_in_block(int words, int most, int fixed = 0) {
+  int times = most;
+  while (times > 1 && 4 * (fixed + words * times) > kMostSharedBytes) times /= 2;
+  return times;
 }
 
 // ---- Channels of a vector in memory ---------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ struct VectorBlock {
 
   VectorBlock(int d, int lanes, int most_warps) {
     const int words = generic_words(d), groups = 32 / lanes;  // of a warp
-    vectors = generic_warps(groups * words, most_warps) * groups, shared_bytes = 4 * vectors * words;
+    vectors = times_in_block(groups * words, most_warps) * groups, shared_bytes = 4 * vectors * words;
   }
 };
 
@@ -283,17 +283,8 @@ __device__ __forceinline__ void try_candidates(const int (&u)[kRoom], const Lane
     }
   }
 
-  // Lanes divide the candidates between them, until each of eight lanes has the sums of one.
-#pragma unroll
-  for (int n = kMost / 2; n > 0; n /= 2) {
-    const bool upper = lane & n;
-    const auto add = [&](uint32_t& sum, uint32_t second) {
-      const uint32_t other = __shfl_xor_sync(0xffffffff, upper ? sum : second, n);
-      sum = (upper ? second : sum) + other;
-    };
-#pragma unroll
-    for (int c = 0; c < n; ++c) add(dot[c], dot[c + n]), add(square[c], square[c + n]);
-  }
+  // Each of eight lanes gets the sums of one candidate over these lanes; those of other eights are added.
+  divide_candidates<kMost>(dot, square, lane);
 #pragma unroll
   for (int bit = kMost; bit < LANES; bit *= 2) {
     dot[0] += __shfl_xor_sync(0xffffffff, dot[0], bit), square[0] += __shfl_xor_sync(0xffffffff, square[0], bit);
