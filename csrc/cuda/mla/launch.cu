@@ -74,8 +74,8 @@ cudaError_t LatentLaunch::join(void** arguments, cudaStream_t stream) const {
                         cluster);
   };
   if (parts <= kFewParts) {
-    // How many segments may have more parts than a warp adds up: every segment has one part more than ends of blocks
-    // lie in it, at most.
+    // How many segments may have more parts than a warp adds up. A segment has at most one part more than blocks end
+    // in it, so all segments together have at most grid_ + segments_ parts.
     const int64_t long_segments = std::min((grid_ + segments_) / (kMostOfWarp + 1), segments_);
     const int more = static_cast<int>(long_segments) * kJoinWarps;
     return launch(entry_.join_few, num_blocks(rows, kJoinWarps), 1, more);

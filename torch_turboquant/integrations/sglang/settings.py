@@ -55,7 +55,7 @@ _TYPES = {
 
 
 def is_ours(backend: str | None) -> bool:
-    """Whether a name of an attention backend is one of this plug-in's, if of an unknown preset."""
+    """Whether the name of an attention backend means this plug-in, with whatever preset."""
     return backend is not None and backend.partition(":")[0] == NAME
 
 

@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 
 _DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int8", "int32", "int64", "float32")}
 _ALIGNED = 256  # bytes, as an allocation of its own would be
-# Older versions answer every question of code that torch.compile traces with yes.
+# Before torch 2.13 is_exporting() is true in all code that torch.compile traces.
 _KNOWS_EXPORTS = torch.__version__ >= (2, 13)
 
 
