@@ -154,6 +154,22 @@ def test_slots_out_of_range_are_left_out_on_cuda():
     assert_same_bytes(moved, cache)
 
 
+@pytest.mark.cuda
+def test_warps_take_more_than_one_token():
+    """So many tokens that the last warps have fewer of them than the others."""
+    c, heads = config(d=16), 8
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    count = 32 * processors * 5 // heads + 7
+    pages = -(-count // 16)
+    cache = garbage_cache(c, pages, heads)
+    sources, targets = (slots_of(pages, 16, heads, count, seed) for seed in (1, 2))
+    sources[1, ::3] = -1
+    moved = cache.cuda()
+    cache_move_reference(cache, sources, targets, c)
+    tt.cache_move(moved, sources.cuda(), targets.cuda(), c)
+    assert_same_bytes(moved, cache)
+
+
 def test_tiny(device):
     """For compute-sanitizer."""
     for name, d in (("k5v4u", 48), ("k3v3", 80), ("k2v2", 16)):

@@ -3,8 +3,11 @@
 // One launch gathers all tokens and another one scatters them, so that a slot may be a source and a target.
 #include "calls/move.h"
 
+#include <algorithm>
+
 #include "cuda/codec/arguments.cuh"
 #include "cuda/codec/record.cuh"
+#include "cuda/common/device_facts.cuh"
 #include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda {
@@ -15,12 +18,17 @@ struct MoveArguments {
   RecordLayout layout;
   Slots sources, targets;  // [kv_heads, count]
   int64_t count;           // tokens of a head
+  int pairs;               // of slots, that a warp takes
   int token_words;
   uint32_t* moved;  // [kv_heads, count, token_words]: row and plane of the key, fragments of the value, both scales
 };
 
-constexpr int kWarps = 8;   // of a block
-constexpr int kPairs = 16;  // of a warp: where only some tokens move, most warps find that out and end
+constexpr int kWarps = 8;  // of a block
+
+// Pairs of a warp: as few as occupy the device, and not more than these. Where only some of many tokens move, most
+// warps find that out and end.
+constexpr int kMostPairs = 16;
+constexpr int kOccupying = 32;  // warps of a multiprocessor
 
 // Puts a token's row of fragments into its value block, byte by byte: other tokens own the rest of each word.
 __device__ __forceinline__ void put_fragments(const uint32_t* row, const Token& to, const RecordLayout& r, int lane) {
@@ -63,8 +71,8 @@ __device__ __forceinline__ void move_token(const MoveArguments& m, int64_t numbe
 template <bool SCATTER>
 __global__ void __launch_bounds__(32 * kWarps) move_kernel(const __grid_constant__ MoveArguments m) {
   const int lane = threadIdx.x % 32;
-  const int64_t first = (int64_t{blockIdx.x} * kWarps + threadIdx.x / 32) * kPairs, number = first + lane;
-  const bool mine = lane < kPairs && number < m.pages.kv_heads * m.count;
+  const int64_t first = (int64_t{blockIdx.x} * kWarps + threadIdx.x / 32) * m.pairs, number = first + lane;
+  const bool mine = lane < m.pairs && number < m.pages.kv_heads * m.count;
   const bool moves = mine && m.sources[number] >= 0 && m.targets[number] >= 0;
   for (unsigned rest = __ballot_sync(0xffffffff, moves); rest; rest &= rest - 1) {
     move_token<SCATTER>(m, first + __ffs(static_cast<int>(rest)) - 1, lane);
@@ -78,14 +86,17 @@ void cache_move(const MoveCall& c) {
   if (tokens == 0 || c.cache.numel() == 0) return;
   const Launch launch(c.cache);
   const Tensor moved = new_moved_tokens(c, record.token_bytes());
+  const int64_t warps = int64_t{kOccupying} * current_device().facts.multiprocessors;
+  const int pairs = static_cast<int>(std::clamp<int64_t>(tokens / warps, 1, kMostPairs));
   const MoveArguments m{.pages = pages,
                         .layout = RecordLayout(record),
                         .sources = slots_of(c.sources),
                         .targets = slots_of(c.targets),
                         .count = c.count(),
+                        .pairs = pairs,
                         .token_words = record.token_bytes() / 4,
                         .moved = static_cast<uint32_t*>(moved.data_ptr())};
-  const unsigned blocks = num_blocks(tokens, kWarps * kPairs);
+  const unsigned blocks = num_blocks(tokens, kWarps * pairs);
   move_kernel<false><<<blocks, 32 * kWarps, 0, launch.stream()>>>(m);
   move_kernel<true><<<blocks, 32 * kWarps, 0, launch.stream()>>>(m);
   launch.check("cache_move");
