@@ -1,6 +1,7 @@
 """Speed of latent attention over the packed cache on a GPU, against bf16 kernels of the same run.
 
-A row is one batch, one number of query heads and one preset. Times are medians of CUDA graph
+A row is one batch, one number of query heads and one preset; "beside 63 x 200" are shorter
+sequences of the batch. Times are medians of CUDA graph
 replays, divided by the number of calls in the graph; all contenders take turns. A graph cycles
 through distinct caches of more than 256 MB in total, so that the L2 cache never holds the next one.
 Pages are in random order, and their codes come from Gaussian latents by mla_store. Before it is
@@ -28,7 +29,7 @@ from dataclasses import dataclass, replace
 
 import common
 import torch
-from batches import Difference, Shape, exact_attention, running_sum, tables_of
+from batches import Difference, Part, Shape, exact_attention, running_sum, tables_of
 from contenders import flashinfer, why_no_flashinfer
 from timing import (
     DEVICE,
@@ -45,6 +46,7 @@ import torch_turboquant as tt
 
 LATENT, ROPE = 512, 64
 PAGE = 64
+SHORT = 200  # tokens of a short sequence beside long ones
 STORED_TOKENS = 4096  # pages hold so many distinct tokens and are repeated in random order
 COSINE = 0.9999
 SCALE = 1 / math.sqrt(128 + ROPE)
@@ -60,25 +62,33 @@ class Case:
     context: int
     q_len: int = 1
     tail: bool = False
+    short: int = 0
+    """Sequences of SHORT tokens in front of the others."""
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.batch, self.context, self.heads, 1, LATENT + ROPE, self.q_len)
+        width = LATENT + ROPE
+        if self.short:
+            parts = Part(self.short, SHORT), Part(self.batch, self.context)
+            return Shape.of(parts, q_heads=self.heads, kv_heads=1, head_dim=width)
+        return Shape(self.batch, self.context, self.heads, 1, width, self.q_len)
 
     @property
     def bf16_bytes(self) -> int:
-        return 2 * self.batch * self.context * (LATENT + ROPE)
+        return 2 * self.shape.tokens * (LATENT + ROPE)
 
     def tiny(self) -> Case:
-        return replace(self, batch=min(self.batch, 2), context=150)
+        return replace(self, batch=min(self.batch, 2), context=250, short=min(self.short, 2))
 
     def __str__(self) -> str:
         text = f"{self.preset} {self.heads} heads {self.batch} x {self.context}"
         text += f" q_len {self.q_len}" if self.q_len > 1 else ""
+        text += f" beside {self.short} x {SHORT}" if self.short else ""
         return text + (" tail" if self.tail else "")
 
 
 SIZES = ((64, 8192), (8, 32768), (1, 131072), (1, 8192))
+LONG_AMONG_SHORT = ((1, 131072, 63), (2, 65536, 62), (1, 131072, 299))
 
 
 def cases() -> Iterator[Case]:
@@ -90,6 +100,9 @@ def cases() -> Iterator[Case]:
     for batch, context in SIZES:
         yield Case("k4u", 16, batch, context, tail=True)
         yield Case("k4u", 16, batch, context, q_len=2)
+    for batch, context, short in LONG_AMONG_SHORT:
+        for preset in ("k4u", "k4"):
+            yield Case(preset, 16, batch, context, short=short)
 
 
 ALL = tuple(cases())
@@ -147,10 +160,10 @@ class Packed:
 
     @property
     def bytes_read(self) -> int:
-        case, config = self.case, self.config
-        exact = config.sink_tokens + config.recent_window if case.tail else 0
-        codes = (case.context - exact) * config.bytes_per_token
-        return case.batch * (codes + exact * 2 * (LATENT + ROPE))
+        s, config = self.case.shape, self.config
+        exact = config.sink_tokens + config.recent_window if self.case.tail else 0
+        codes = (s.tokens - s.batch * exact) * config.bytes_per_token
+        return codes + s.batch * exact * 2 * (LATENT + ROPE)
 
     def errors(self) -> Difference:
         """How far the last sequence's last token is from exact attention, without a tail."""
@@ -221,7 +234,7 @@ class Plain:
         from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
         case = self.case
-        q = self.q.unflatten(0, (case.batch, case.q_len))
+        q = self.q.unflatten(0, (case.shape.batch, case.q_len))
         metadata = get_mla_metadata(self.lengths, case.q_len * case.heads, 1)
         return [
             lambda cache=cache, table=table: flash_mla_with_kvcache(
@@ -261,16 +274,25 @@ class Plain:
         ]
 
     def sdpa(self) -> list[Call]:
-        """Heads as queries of one head, on contiguous keys; queries of a step see everything."""
-        case = self.case
-        q = self.q.view(case.batch, 1, case.q_len * case.heads, -1)
+        """Heads as queries of one head, on contiguous keys, a call for sequences of one length;
+        queries of a step see everything."""
+        parts = self.case.shape.parts
+        queries = self.q.split([part.count * part.q_len for part in parts])
         found = []
         for cache, _, _ in self.sets:
-            keys = cache.view(case.batch, 1, -1, LATENT + ROPE)[:, :, : case.context]
-            found.append(
-                lambda keys=keys: scaled_dot_product_attention(
-                    q, keys, keys[..., :LATENT], scale=SCALE
+            pages = cache.split([part.count * -(-part.context // PAGE) for part in parts])
+            operands = [
+                (
+                    q.view(part.count, 1, part.q_len * self.case.heads, -1),
+                    keys.view(part.count, 1, -1, LATENT + ROPE)[:, :, : part.context],
                 )
+                for part, q, keys in zip(parts, queries, pages, strict=True)
+            ]
+            found.append(
+                lambda operands=operands: [
+                    scaled_dot_product_attention(q, keys, keys[..., :LATENT], scale=SCALE)
+                    for q, keys in operands
+                ]
             )
         return found
 
@@ -307,6 +329,7 @@ def measure(case: Case, seconds: float, read: float) -> Row | None:
         "context": case.context,
         "q_len": case.q_len,
         "tail": case.tail,
+        "short": case.short,
         "ms": round(ms, 5),
         "eager_ms": round(times["ours"][1], 5),
         "tb_s": round(packed.bytes_read / ms * 1e-9, 3),

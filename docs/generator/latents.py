@@ -37,11 +37,13 @@ def latent_speed() -> str:
     rows = h200_rows("h200_mla")
     found: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
-        key = row["batch"], row["context"], row["heads"], row["q_len"], row["tail"]
+        names = "batch", "context", "heads", "q_len", "tail", "short"
+        key = tuple(row[name] for name in names)
         found.setdefault(key, {})[str(row["preset"])] = row
     lines = []
-    for (batch, context, heads, q_len, tail), presets in found.items():
+    for (batch, context, heads, q_len, tail, short), presets in found.items():
         note = f", {q_len} queries" if q_len > 1 else ", exact tail" if tail else ""
+        note += f", beside {short} x 200" if short else ""
         best = presets["k4u"]
         cells = [f"{batch} x {context:,}{note}", str(heads)]
         for name in LATENT_PRESETS:
