@@ -133,13 +133,17 @@ def test_heads_and_queries(name, heads, q_lens):
 @pytest.mark.parametrize(("heads", "queries_each"), [(16, 1), (40, 1), (16, 3), (128, 1)])
 @pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("name", BOTH)
-def test_long_sequences_among_short_ones(name, sinks, heads, queries_each):
-    """Many blocks share a segment though few share most: several warps join its parts."""
+@pytest.mark.parametrize(("short", "idle"), [(28, False), (300, False), (300, True)])
+def test_long_sequences_among_short_ones(short, idle, name, sinks, heads, queries_each):
+    """Many blocks share a segment though few share most: a block for each row joins its parts.
+
+    Also where there are more segments than blocks, and where there could be, because many
+    sequences have no queries in this call.
+    """
     config = tt.latent_preset(name, 512, 64, sink_tokens=sinks, recent_window=4 * sinks)
-    lengths = [90, 9000, *[40] * 28, 6000, 3]
-    case = make_case(
-        config, lengths, [queries_each] * len(lengths), tail=sinks > 0, dtype=torch.bfloat16
-    )
+    lengths = [90, 15000, *[40] * short, 6000, 3]
+    q_lens = [queries_each, queries_each, *[0 if idle else queries_each] * short, queries_each, 1]
+    case = make_case(config, lengths, q_lens, tail=sinks > 0, dtype=torch.bfloat16)
     check(case, heads, torch.bfloat16)
 
 

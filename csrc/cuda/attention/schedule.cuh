@@ -10,8 +10,8 @@
 // prepares other queries. The cut therefore depends on the number of segments:
 //   with at least as many blocks as segments, each block gets an equal part of one segment, and no block sees two;
 //   with more segments than blocks, each block gets whole segments, if all segments are equal and that takes no longer;
-//   otherwise equal intervals are cut anywhere in the list, and a segment counts kSegmentOverhead numbers more than it
-//   has units.
+//   otherwise equal intervals are cut anywhere in the list, and a segment counts as many numbers more than it has units
+//   as its end takes time (UnitCosts).
 // In all three cases the blocks that share a segment are neighbours, and ListCut says which they are.
 #pragma once
 
@@ -19,16 +19,15 @@
 
 namespace turboquant::cuda {
 
-constexpr int kUnitTokens = 64;       // keys of a unit of codes
-constexpr int kSegmentOverhead = 16;  // the end of a segment takes as long as so many units
+constexpr int kUnitTokens = 64;  // keys of a unit of codes
 
-// Of a kernel: the shortest part, in units, that a segment is cut into; and the fewest units that exact keys count as,
-// if there are any. Key tiles take longer for each unit than split-KV, and as long for few exact keys as for six units
-// (docs/measurements/performance_key_tiles.md).
-struct Least {
-  int part, exact;
+// Of a kernel, in units: the shortest part that a segment is cut into; the fewest that exact keys count as, if there
+// are any; and what the end of a segment counts as. Key tiles take longer for each unit than split-KV, and as long for
+// few exact keys as for six units (docs/measurements/performance_key_tiles.md).
+struct UnitCosts {
+  int least_part, least_exact, end;
 };
-constexpr Least kSplitKvLeast{8, 1}, kKeyTilesLeast{4, 6};
+constexpr UnitCosts kSplitKvCosts{8, 1, 16}, kKeyTilesCosts{4, 6, 16};
 
 // Everything that follows from the length of a sequence.
 struct SequenceWork {
@@ -49,7 +48,7 @@ struct SequenceWork {
   __device__ __forceinline__ int exact_key(int i) const { return i < sinks ? i : recent + i - sinks; }
 };
 
-// ROWS: rows of a block of rows. LEAST_EXACT: see Least. per_unit: exact keys of a unit. early: lengths are read
+// ROWS: rows of a block of rows. LEAST_EXACT: see UnitCosts. per_unit: exact keys of a unit. early: lengths are read
 // before the previous kernel has ended.
 template <int ROWS, int LEAST_EXACT>
 __device__ __forceinline__ SequenceWork work_of_sequence(const Attention& a, const Divisor& per_unit, int s,
@@ -136,7 +135,7 @@ struct BlockShare {
 };
 
 // One warp computes the share of its block; each lane counts the work of a run of neighbouring sequences.
-//   LEAST   of the kernel
+//   COSTS   of the kernel
 //   grid    the number of blocks
 //   counts  shared memory of `room` bytes for (units, segments) of each sequence, unless there are too many sequences
 //   early   lengths are read while the previous kernel may still be writing them
@@ -144,7 +143,7 @@ struct BlockShare {
 // Returns the lane whose `found` is the share; that of other lanes has no meaning. kSameShare: no length that decides
 // about the share has changed since the earlier call, whose share is right.
 constexpr int kSameShare = -1;
-template <int ROWS, Least LEAST>
+template <int ROWS, UnitCosts COSTS>
 __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_unit, const Divisor& grid, uint2* counts,
                                         int room, bool early, const Segment* known, BlockShare& found) {
   const int lane = static_cast<int>(threadIdx.x % 32), block = static_cast<int>(blockIdx.x);
@@ -158,21 +157,32 @@ __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_u
   // they are those of the list.
   int target = 0, before = 0, size = 0, numbers = 0;
   const auto numbers_of_segment = [&] {
-    return size > 0 ? small_quotient(x.units + size - 1, size) : x.units + kSegmentOverhead;
+    return size > 0 ? small_quotient(x.units + size - 1, size) : x.units + COSTS.end;
   };
   int s = mine;
   // Twice over the lane's sequences with the same code: first all of them are counted, then the lane that has the
-  // target looks for its sequence.
+  // target looks for its sequence. It recalls the counts, if it can, and works only that sequence out again.
 #pragma unroll 1
   for (bool counted = false;; counted = true) {
+    bool recalls = counted && remember && each > 1;
 #pragma unroll 1
     for (s = mine; s < behind; ++s) {
-      if (!counted || each > 1) x = work_of_sequence<ROWS, LEAST.exact>(a, per_unit, s, early);
-      const int count = x.blocks * a.kv_heads;
+      int count;
+      if (recalls) {
+        x.units = static_cast<int>(counts[s].x), count = static_cast<int>(counts[s].y);
+      } else {
+        if (!counted || each > 1) x = work_of_sequence<ROWS, COSTS.least_exact>(a, per_unit, s, early);
+        count = x.blocks * a.kv_heads;
+      }
       if (counted) {
         const int own = numbers_of_segment() * count;
-        if (target < before + own) break;
-        before += own;
+        if (target >= before + own) {
+          before += own;
+        } else if (recalls) {
+          recalls = false, --s;
+        } else {
+          break;
+        }
         continue;
       }
       if (remember) {
@@ -189,21 +199,21 @@ __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_u
     const int all_segments = sum_of_lanes(segments);
     if (all_segments == 0) return 0;
     const int total = sum_of_lanes(units);
-    numbers = total + kSegmentOverhead * all_segments;
+    numbers = total + COSTS.end * all_segments;
     least = -max_of_lanes(-least), most = max_of_lanes(most);
     const bool alike = least == most;
     int share = quotient(numbers, grid), longer = numbers - share * grid;
-    const int fair = max(share + (longer > 0 ? 1 : 0), LEAST.part);
-    int own = units + kSegmentOverhead * segments;  // numbers of the lane's sequences
+    const int fair = max(share + (longer > 0 ? 1 : 0), COSTS.least_part);
+    int own = units + COSTS.end * segments;  // numbers of the lane's sequences
 
     // Equal parts of one segment for each block: the smallest part size, up to `fair`, for which there are enough
     // blocks. Where all segments are alike, it follows from how many blocks each can have.
     if (remember && all_segments <= grid) {
       int low, high = fair + 1, middle = fair;
       if (alike) {
-        low = middle = max(ceil_div(most, small_quotient(grid, all_segments)), LEAST.part);
+        low = middle = max(ceil_div(most, small_quotient(grid, all_segments)), COSTS.least_part);
       } else {
-        low = max(quotient(total - 1, grid) + 1, LEAST.part);
+        low = max(quotient(total - 1, grid) + 1, COSTS.least_part);
       }
 #pragma unroll 1
       for (; low < high; middle = (low + high) / 2) {
@@ -225,10 +235,10 @@ __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_u
     } else {
       // Several segments for each block: whole ones, if all are equal and that takes no longer, else the list is cut
       // anywhere.
-      const int whole = (quotient(all_segments - 1, grid) + 1) * (most + kSegmentOverhead);
-      if (alike && whole - kSegmentOverhead <= fair) share = whole, longer = 0;
+      const int whole = (quotient(all_segments - 1, grid) + 1) * (most + COSTS.end);
+      if (alike && whole - COSTS.end <= fair) share = whole, longer = 0;
       if (share == 0) share = 1, longer = 0;
-      found.cut = {0, static_cast<unsigned>(share), static_cast<unsigned>(longer), kSegmentOverhead};
+      found.cut = {0, static_cast<unsigned>(share), static_cast<unsigned>(longer), COSTS.end};
       target = found.cut.begin(block);
     }
     before = sum_of_lanes_before(own);

@@ -99,9 +99,10 @@ FewUnitsPlan few_units_of(const Attention& a, const DeviceFacts& device, const K
 
 void check_limits(const Attention& a, const StageLayout& layout, int64_t blocks_of_rows) {
   const int64_t tokens = int64_t{a.max_pages} * a.record.page_size;
-  const int64_t exact = int64_t{a.sink_tokens} + a.ring + std::max(kSplitKvLeast.exact, kKeyTilesLeast.exact) +
+  const int64_t exact = int64_t{a.sink_tokens} + a.ring +
+                        std::max(kSplitKvCosts.least_exact, kKeyTilesCosts.least_exact) +
                         (a.new_keys ? a.max_q_len : 0);
-  const int64_t units = tokens / kUnitTokens + 1 + exact + kSegmentOverhead;
+  const int64_t units = tokens / kUnitTokens + 1 + exact + std::max(kSplitKvCosts.end, kKeyTilesCosts.end);
   // in floating point, where the product cannot overflow
   STD_TORCH_CHECK(1.0 * units * blocks_of_rows * a.kv_heads * a.seqs <= INT32_MAX, "paged_attention: ", a.seqs,
                   " sequences of up to ", tokens, " tokens are more work than one call can count");

@@ -2,8 +2,9 @@
 // results are the same in every run.
 //
 // A kernel of its own joins them: it has as many warps as there are rows, or many times as many. Where few blocks share
-// most segments, but many share one (a long sequence among short ones), that one's rows have more warps, too. With more
-// segments than blocks, which have little to share then, the last of the blocks that share a segment joins its parts.
+// most segments, but many share one (a long sequence among short ones), that one's rows have a block each. With more
+// segments than blocks, which have little to share then, the last of the blocks that share a segment joins its parts,
+// and the kernel joins long segments only.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -13,12 +14,18 @@
 
 namespace turboquant::cuda::mla {
 
-// The part of a block; or, where another kernel joins parts, that of the segment of this number if it is one that the
-// segment begins with.
-template <class S>
-__device__ __forceinline__ float* part_of(const Plan& plan, int number, int kind) {
-  return plan.parts + (int64_t{kParts} * number + kind) * S::kRows * S::kPart;
-}
+// Where rows go, and what turns their sums into latents. In registers: a function that is not inlined would read the
+// members of the call from memory, one after the other, whenever it needs them.
+struct Results {
+  const float *signs, *inverse, *center;
+  void* out;
+  float* lse;
+  Dtype dtype;
+
+  explicit __device__ __forceinline__ Results(const Latents& x)
+      : signs(x.signs), inverse(x.a.channels.inverse), center(x.a.channels.center), out(x.a.out), lse(x.a.lse),
+        dtype(x.a.dtype) {}
+};
 
 // A row while partial results are added to it; a lane has some of its channels.
 template <int R>
@@ -88,59 +95,67 @@ struct JoinedRow {
   }
 
   // Sums of levels become sums of latents.
-  __device__ __forceinline__ void rotate_back(const Latents& x, int lane) {
-    if (x.signs) {
+  __device__ __forceinline__ void rotate_back(const Results& to, int lane) {
+    if (to.signs) {
       transform<Rotation>(y, lane);
-      apply_signs<Rotation>(y, x.signs, lane);
+      apply_signs<Rotation>(y, to.signs, lane);
     }
-    const format::Channels& channels = x.a.channels;
-    if (channels.inverse) apply_signs<Rotation>(y, channels.inverse, lane);
-    if (channels.center) {
+    if (to.inverse) apply_signs<Rotation>(y, to.inverse, lane);
+    if (to.center) {
       float c[kPerLane];
-      load<Rotation>(channels.center, lane, c);
+      load<Rotation>(to.center, lane, c);
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) y[i] = fmaf(total, c[i], y[i]);
     }
   }
 
   // row: token * q_heads + head
-  __device__ __forceinline__ void write(const Attention& a, int64_t row, int lane) {
+  __device__ __forceinline__ void write(const Results& to, int64_t row, int lane) {
     const float inverse = total == 0 ? 0 : 1 / total;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) y[i] *= inverse;
-    store_as<Rotation>(y, lane, a.out, a.dtype, row * R);
-    if (lane == 0) a.lse[row] = total == 0 ? -INFINITY : (top + log2f(total)) * kLn2;
+    store_as<Rotation>(y, lane, to.out, to.dtype, row * R);
+    if (lane == 0) to.lse[row] = total == 0 ? -INFINITY : (top + log2f(total)) * kLn2;
   }
 };
 
-// By all warps of the last block. AT_ONCE: parts whose loads overlap.
+// By all warps of the last block. AT_ONCE: parts whose loads overlap. whole: the segment's only part, in shared memory,
+// or null.
 template <class S, int AT_ONCE>
-__device__ __forceinline__ void write_results(const BlockView& block, const Segment& segment, const SharedBy& shared) {
-  const Latents& x = block.call;
+__device__ __forceinline__ void write_results(const Latents& x, const Plan& plan, const Segment& segment,
+                                              const SharedBy& shared, const float* whole) {
+  const Results results(x);
+  const float* parts = plan.parts;
+  const int first = segment.block * S::kRows, rows = min(segment.work.rows(x.a) - first, S::kRows);
+  const int64_t to = int64_t{segment.work.first_query} * x.a.q_heads + first;
+  const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int r = block.warp; r < S::kRows; r += S::kWarps) {
-    const int index = segment.block * S::kRows + r;
-    if (index >= segment.work.rows(x.a)) continue;
+  for (int r = threadIdx.x / 32; r < rows; r += S::kWarps) {
+    const auto row_of = [&](int block, Part kind) {
+      return parts + ((int64_t{kParts} * block + kind) * S::kRows + r) * S::kPart;
+    };
     JoinedRow<S::kLatent> row;
-    row.template add_all<AT_ONCE>(0, 1, shared.blocks, block.lane, [&](int i) {
-      return part_of<S>(block.plan, shared.first + i, shared.part_of_codes(shared.first + i)) + r * S::kPart;
+    if (S::kKeepsWhole && whole) {
+      row.add(row.read_shared(whole + r * S::kPart, lane));
+    } else {
+      row.template add_all<AT_ONCE>(0, 1, shared.blocks, lane, [&](int i) {
+        return row_of(shared.first + i, shared.part_of_codes(shared.first + i));
+      });
+    }
+    row.rotate_back(results, lane);
+    row.template add_all<AT_ONCE>(0, 1, shared.exact_blocks(), lane, [&](int i) {
+      return row_of(shared.exact + i, shared.part_of_exact(shared.exact + i));
     });
-    row.rotate_back(x, block.lane);
-    row.template add_all<AT_ONCE>(0, 1, shared.exact_blocks(), block.lane, [&](int i) {
-      return part_of<S>(block.plan, shared.exact + i, shared.part_of_exact(shared.exact + i)) + r * S::kPart;
-    });
-    const RowPlace place =
-        place_of_row(x.a, segment.work.first_query, segment.work.length, segment.work.queries, index);
-    row.write(x.a, int64_t{place.token} * x.a.q_heads + place.head, block.lane);
+    row.write(results, to + r, lane);
   }
 }
 
-// The same as a function that takes few registers, for kernels with roles. Inlined, or with more parts at once, it
-// takes twenty registers from their loops over units, which then read variables from local memory.
+// The same as a function that takes few registers, for kernels with roles. Inlined, it takes twenty of them from their
+// loops over units, which then read variables from local memory.
 template <class S>
 __device__ __noinline__ void write_results_apart(const Latents& x, const Plan& plan, const Segment& segment,
-                                                 SharedBy shared) {
-  write_results<S, 1>(BlockView(x, plan, nullptr), segment, shared);
+                                                 SharedBy shared, const float* whole) {
+  write_results<S, 1>(x, plan, segment, shared, whole);
 }
 
 // Adds rows at(0) to at(count - 1) into `sum`, by all threads of a block of join_kernel, each for its channels.
@@ -168,13 +183,18 @@ __device__ __forceinline__ void add_rows(int count, float* sum, At&& at) {
 template <int R>
 struct RowParts {
   const Plan& plan;
-  int segment, rows, row;
+  int rows, row;  // of a block of rows
   SharedBy shared;
+  int opened;  // the number of the parts that the segment begins with
 
-  // index: of a row of the sequence. rows: of a block of rows.
+  // number: of the segment
+  __device__ __forceinline__ RowParts(const Plan& p, int block_rows, int row_of_block, const SharedBy& blocks,
+                                      int number)
+      : plan(p), rows(block_rows), row(row_of_block), shared(blocks), opened(p.segments ? number : blocks.first) {}
+
+  // index: of a row of the sequence
   __device__ __forceinline__ RowParts(const Plan& p, const Attention& a, int sequence, int index, int block_rows)
-      : plan(p), segment(first_segment(p, a, block_rows, sequence) + index / block_rows), rows(block_rows),
-        row(index % block_rows), shared(p.segments[segment]) {}
+      : RowParts(p, block_rows, index % block_rows, first_segment(p, a, block_rows, sequence) + index / block_rows) {}
 
   // The part of the i-th block of those that share the segment, and of those that have its exact keys.
   __device__ __forceinline__ const float* codes(int i) const {
@@ -185,22 +205,24 @@ struct RowParts {
   }
 
  private:
+  __device__ __forceinline__ RowParts(const Plan& p, int block_rows, int row_of_block, int number)
+      : RowParts(p, block_rows, row_of_block, p.segments[number], number) {}
   __device__ __forceinline__ const float* at(int block, Part kind) const {
-    const int number = block == shared.first ? segment : block;
+    const int number = block == shared.first ? opened : block;
     return plan.parts + ((int64_t{kParts} * number + kind) * rows + row) * (kPartHead + R);
   }
 };
 
-// Joins one row, by `blocks` blocks of which this is number `rank`; the first writes the result. AT_ONCE: parts whose
-// loads overlap.
+// Joins row `index` of a sequence, by `blocks` blocks of which this is number `rank`; the first writes the result.
+// AT_ONCE: parts whose loads overlap.
 template <int R, int AT_ONCE>
-__device__ __forceinline__ void join_row(const Latents& x, int rows, const Plan& plan, int sequence, int index,
+__device__ __forceinline__ void join_row(const Latents& x, const RowParts<R>& parts, int sequence, int index,
                                          int blocks, int rank) {
   using Row = JoinedRow<R>;
   __shared__ __align__(16) float sums[kJoinWarps][kPartHead + R], exact[kPartHead + R], sum[kPartHead + R];
   const Attention& a = x.a;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, queries = a.num_queries(sequence);
-  const RowParts<R> parts(plan, a, sequence, index, rows);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Results results(x);
   Row own;
   own.template add_all<AT_ONCE>(rank * kJoinWarps + warp, blocks * kJoinWarps, parts.shared.blocks, lane,
                                 [&](int i) { return parts.codes(i); });
@@ -225,44 +247,14 @@ __device__ __forceinline__ void join_row(const Latents& x, int rows, const Plan&
   if (warp > 0) return;
   Row row;
   row.add(Row::read_shared(blocks > 1 ? sums[0] : sum, lane));
-  row.rotate_back(x, lane);
+  row.rotate_back(results, lane);
   row.add(Row::read_shared(exact, lane));
-  const RowPlace place = place_of_row(a, a.first_query(sequence), a.length(sequence), queries, index);
-  row.write(a, int64_t{place.token} * a.q_heads + place.head, lane);
-}
-
-// The segment with more than kMostOfWarp parts that has number `wanted` among them: its sequence, and its number among
-// those of the sequence. The sequence is -1 if there are fewer. By all threads of a block of the kernels that join.
-__device__ __forceinline__ int2 find_long_segment(const Plan& plan, const Attention& a, int rows, int wanted) {
-  __shared__ int long_ones[kJoinWarps];
-  __shared__ int2 found;
-  const int warp = threadIdx.x / 32;
-  int own = 0;  // of the thread's sequences
-  const auto look = [&](auto&& at_long) {
-    for (int s = threadIdx.x; s < a.seqs; s += 32 * kJoinWarps) {
-      const int first = first_segment(plan, a, rows, s), blocks = ceil_div(a.num_queries(s) * a.q_heads, rows);
-      for (int b = 0; b < blocks; ++b) {
-        if (plan.segments[first + b].blocks > kMostOfWarp) at_long(s, b);
-      }
-    }
-  };
-  look([&](int, int) { ++own; });
-  int before = sum_of_lanes_before(own);
-  if (threadIdx.x % 32 == 31) long_ones[warp] = before + own;
-  if (threadIdx.x == 0) found = {-1, 0};
-  __syncthreads();
-  for (int w = 0; w < warp; ++w) before += long_ones[w];
-  if (before <= wanted && wanted < before + own) {
-    look([&](int s, int b) {
-      if (before++ == wanted) found = {s, b};
-    });
-  }
-  __syncthreads();
-  return found;
+  row.write(results, int64_t{a.first_query(sequence)} * a.q_heads + index, lane);
 }
 
 // Joins parts where few blocks share most segments: a warp for each row; block (i, s) has rows of sequence s. Behind
-// the sequences, block (i, seqs + kJoinWarps n + w) has row kJoinWarps i + w of the n-th segment with many parts.
+// the sequences, block (i, seqs + kJoinWarps n + w) has row kJoinWarps i + w of long segment n. Where the last blocks
+// join short segments, there are only those behind.
 template <int R>
 __global__ void __launch_bounds__(32 * kJoinWarps, 3)
     join_few_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
@@ -270,27 +262,28 @@ __global__ void __launch_bounds__(32 * kJoinWarps, 3)
   let_next_kernel_begin();
   wait_for_previous_kernel();
   const Attention& a = x.a;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, behind = static_cast<int>(blockIdx.y) - a.seqs;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int behind = static_cast<int>(blockIdx.y) - (plan.segments ? a.seqs : 0);
   if (behind >= 0) {
     const int row = blockIdx.x * kJoinWarps + behind % kJoinWarps;
-    if (row >= rows) return;
-    const int2 segment = find_long_segment(plan, a, rows, behind / kJoinWarps);
-    if (segment.x < 0) return;
-    const int index = segment.y * rows + row;
-    if (index < a.num_queries(segment.x) * a.q_heads) join_row<R, 2>(x, rows, plan, segment.x, index, 1, 0);
+    const LongSegment segment = plan.long_segments[behind / kJoinWarps];
+    if (row >= rows || segment.sequence < 0) return;
+    const int index = segment.block * rows + row;
+    if (index >= a.num_queries(segment.sequence) * a.q_heads) return;
+    const int number = first_segment(plan, a, rows, segment.sequence) + segment.block;
+    join_row<R, 2>(x, RowParts<R>(plan, rows, row, segment.shared, number), segment.sequence, index, 1, 0);
     return;
   }
   const int index = blockIdx.x * kJoinWarps + warp, sequence = blockIdx.y;
-  const int queries = a.num_queries(sequence);
-  if (index >= queries * a.q_heads) return;
+  if (index >= a.num_queries(sequence) * a.q_heads) return;
   const RowParts<R> parts(plan, a, sequence, index, rows);
-  if (parts.shared.blocks > kMostOfWarp) return;
+  if (parts.shared.blocks > plan.most_parts) return;
+  const Results results(x);
   JoinedRow<R> row;
   row.template add_all<2>(0, 1, parts.shared.blocks, lane, [&](int i) { return parts.codes(i); });
-  row.rotate_back(x, lane);
+  row.rotate_back(results, lane);
   row.template add_all<2>(0, 1, parts.shared.exact_blocks(), lane, [&](int i) { return parts.exact(i); });
-  const RowPlace place = place_of_row(a, a.first_query(sequence), a.length(sequence), queries, index);
-  row.write(a, int64_t{place.token} * a.q_heads + place.head, lane);
+  row.write(results, int64_t{a.first_query(sequence)} * a.q_heads + index, lane);
 #endif
 }
 
@@ -308,7 +301,8 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
   blocks = static_cast<int>(cluster.num_blocks()), rank = static_cast<int>(cluster.block_rank());
 #endif
   const int index = blockIdx.x / blocks, sequence = blockIdx.y;
-  if (index < x.a.num_queries(sequence) * x.a.q_heads) join_row<R, 4>(x, rows, plan, sequence, index, blocks, rank);
+  if (index >= x.a.num_queries(sequence) * x.a.q_heads) return;
+  join_row<R, 4>(x, RowParts<R>(plan, x.a, sequence, index, rows), sequence, index, blocks, rank);
 #endif
 }
 

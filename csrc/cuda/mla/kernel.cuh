@@ -5,7 +5,7 @@
 // Each leaves a partial result for every segment that it had a part of.
 //
 // Three kernels overlap: one prepares queries, this one attends, and one joins partial results in order; where there
-// are more segments than blocks, the last of the blocks that share a segment does that instead.
+// are more segments than blocks, the last of the blocks that share a segment does that instead, unless they are many.
 //
 // How a block attends to the codes of a segment is its roles': those of its warpgroups, or of its warps, which divide
 // the work.
@@ -46,7 +46,9 @@ class LatentBlock {
     for (int unit = notes_.share.begin; unit < end && segment.begin < end;) {
       const int from = max(unit, segment.begin), to = min(end, segment.end());
       const bool opens = from == segment.begin;
-      attend_codes(segment, from, max(min(to, segment.coded_end()) - from, 0));
+      const bool whole =
+          S::kKeepsWhole && !block_.plan.segments && opens && to == segment.end() && segment.work.exact() == 0;
+      attend_codes(segment, from, max(min(to, segment.coded_end()) - from, 0), whole);
       const int first = cut.block_of(segment.begin);
       SharedBy shared{first, cut.block_of(segment.end() - 1) - first + 1, -1};
       if (segment.work.exact() > 0) {
@@ -54,7 +56,7 @@ class LatentBlock {
         const int exact = max(from, segment.coded_end());
         if (exact < to) attend_exact(segment, exact - segment.coded_end(), to - segment.coded_end(), opens);
       }
-      finish(segment, opens, shared);
+      finish(segment, opens, whole, shared);
       unit = to;
       if (unit < end) seek(unit, cut.gap);
     }
@@ -69,9 +71,9 @@ class LatentBlock {
     // The previous kernel has prepared queries. It began when all earlier ones had ended, and let this one begin then.
     if (block_.warp == 0) {
       BlockShare share;
-      const int finder = cut_work<S::kRows, kLeast>(a, Divisor(kExactPerUnit), block_.plan.grid,
-                                                    reinterpret_cast<uint2*>(block_.shared), block_.plan.queries, false,
-                                                    nullptr, share);
+      const int finder = cut_work<S::kRows, S::kCosts>(a, Divisor(kExactPerUnit), block_.plan.grid,
+                                                       reinterpret_cast<uint2*>(block_.shared), block_.plan.queries,
+                                                       false, nullptr, share);
       if (block_.lane == finder) notes_.share = share;
     } else {
       constexpr int kOthers = S::kThreads - 32;
@@ -81,13 +83,13 @@ class LatentBlock {
     __syncthreads();
   }
 
-  // `units` units of codes, from unit `from` of the list on.
-  __device__ __forceinline__ void attend_codes(const Segment& segment, int from, int units) {
+  // `units` units of codes, from unit `from` of the list on. whole: see leave_part
+  __device__ __forceinline__ void attend_codes(const Segment& segment, int from, int units, bool whole) {
     const int token = segment.first_token(from);
     float* part = part_of(segment, from == segment.begin ? kOpened : kContinued);
     if constexpr (Roles::kCopiesImage) {
       if (threadIdx.x == 0) copy_image(segment);
-      roles_.attend(segment, token, units, part, [&] { wait_barrier(roles_.prepared(), segments_ & 1); });
+      roles_.attend(segment, token, units, whole, part, [&] { wait_barrier(roles_.prepared(), segments_ & 1); });
       ++segments_;
     } else {
       roles_.attend(segment, token, units, image_of(segment), part);
@@ -108,18 +110,26 @@ class LatentBlock {
   __device__ __forceinline__ int number_of(const Segment& segment) const {
     return first_segment(block_.plan, block_.call.a, S::kRows, segment.sequence) + segment.block;
   }
+  // Where the block's part of it goes: the block has a place, or, where another kernel joins all parts, the segment has
+  // one for the parts that it begins with.
   __device__ __forceinline__ float* part_of(const Segment& segment, Part kind) const {
     const bool opens = kind == kOpened || kind == kExactOpened;
-    return mla::part_of<S>(block_.plan, block_.plan.segments && opens ? number_of(segment) : blockIdx.x, kind);
+    const int number = block_.plan.segments && opens ? number_of(segment) : blockIdx.x;
+    return block_.plan.parts + (int64_t{kParts} * number + kind) * S::kRows * S::kPart;
   }
 
-  // The block's part of the segment is there. opens: it is the segment's first.
-  __device__ __forceinline__ void finish(const Segment& segment, bool opens, const SharedBy& shared) {
+  // The block's part of the segment is there. opens: it is the segment's first. whole: see leave_part
+  __device__ __forceinline__ void finish(const Segment& segment, bool opens, bool whole, const SharedBy& shared) {
     const Plan& plan = block_.plan;
-    if (plan.segments) {
-      if (opens && threadIdx.x == 0) plan.segments[number_of(segment)] = shared;
-      return;
+    const bool is_long = shared.blocks > plan.most_parts;
+    if (opens && threadIdx.x == 0) {
+      if (plan.segments) plan.segments[number_of(segment)] = shared;
+      if (is_long) {
+        wait_for_previous_kernel();  // it has written that there are none
+        plan.long_segments[shared.first / plan.most_parts] = {segment.sequence, segment.block, shared};
+      }
     }
+    if (plan.segments || is_long) return;
     __syncthreads();
     // A block that has a whole segment does not count: the counter may be in use for the segment that it opens last.
     if (threadIdx.x == 0) {
@@ -127,10 +137,11 @@ class LatentBlock {
     }
     __syncthreads();
     if (!notes_.flag) return;
+    const float* own = whole ? block_.whole_part() : nullptr;
     if constexpr (Roles::kJoinsApart) {
-      write_results_apart<S>(block_.call, plan, segment, shared);
+      write_results_apart<S>(block_.call, plan, segment, shared, own);
     } else {
-      write_results<S, 2>(block_, segment, shared);
+      write_results<S, 2>(block_.call, plan, segment, shared, own);
     }
   }
 
@@ -139,7 +150,7 @@ class LatentBlock {
     __syncthreads();
     if (block_.warp == 0) {
       Segment next = notes_.share.segment;
-      next.template seek<S::kRows, kLeast.exact>(block_.call.a, Divisor(kExactPerUnit), gap, unit);
+      next.template seek<S::kRows, S::kCosts.least_exact>(block_.call.a, Divisor(kExactPerUnit), gap, unit);
       __syncwarp();
       if (block_.lane == 0) notes_.share.segment = next;
     }

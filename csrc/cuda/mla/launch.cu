@@ -31,10 +31,11 @@ void LatentLaunch::find(LatentKernel kernel) {
   if constexpr (has_row_tiles(R)) {
     if (kernel == LatentKernel::kRowTiles) {
       plan_ = plan_of_row_tiles<RowShape<R>>(call_.record, limit);
-      return;
     }
   }
-  plan_ = Plan(call_.record, entry_.rows, limit);
+  if (kernel != LatentKernel::kRowTiles) plan_ = Plan(call_.record, entry_.rows, limit);
+  STD_TORCH_CHECK(plan_.rows >= entry_.rows * (kPartHead + R) * 4,
+                  "mla_attention: sums of a segment do not fit where codes and queries are");
 }
 
 LatentLaunch::LatentLaunch(const Latents& call, LatentKernel kernel, const Device& device)
@@ -53,36 +54,44 @@ LatentLaunch::LatentLaunch(const Latents& call, LatentKernel kernel, const Devic
   if (by_tokens < segments_) plan_.row_blocks = 0, segments_ = by_tokens;
   joins_later_ = segments_ <= grid_ && call.a.seqs <= kMostSeqs;
   check_limits();
+  plan_join();
+}
+
+// Units of work of the longest sequence.
+double LatentLaunch::most_units() const {
+  const Attention& a = call_.a;
+  const int64_t tokens = int64_t{a.max_pages} * call_.record.page_size;
+  const int64_t exact = int64_t{a.sink_tokens} + a.ring + 1 + (a.new_keys ? most_queries(a) : 0);
+  return 1.0 * (tokens / kUnitTokens + 1 + exact / kExactPerUnit + 1);
 }
 
 // The kernel counts units of work in 32 bits.
 void LatentLaunch::check_limits() const {
   const Attention& a = call_.a;
-  const int64_t tokens = int64_t{a.max_pages} * call_.record.page_size;
-  const int64_t exact = int64_t{a.sink_tokens} + a.ring + 1 + (a.new_keys ? most_queries(a) : 0);
-  const double units = 1.0 * (tokens / kUnitTokens + 1 + exact / kExactPerUnit + 1 + kSegmentOverhead);
   const double blocks = 1.0 * a.tokens * a.q_heads / entry_.rows + a.seqs;
-  STD_TORCH_CHECK(units * blocks <= INT32_MAX, "mla_attention: ", a.seqs, " sequences of up to ", tokens,
-                  " tokens are more work than one call can count");
+  STD_TORCH_CHECK((most_units() + kMostOfEnd) * blocks <= INT32_MAX, "mla_attention: ", a.seqs, " sequences of up to ",
+                  int64_t{a.max_pages} * call_.record.page_size, " tokens are more work than one call can count");
+}
+
+// Who joins the parts of a segment depends on how many there are, which only the device knows.
+void LatentLaunch::plan_join() {
+  parts_ = grid_ / segments_;
+  plan_.most_parts = !joins_later_ ? kFewParts : parts_ <= kFewParts ? kMostOfWarp : grid_;
+  const double parts = std::min<double>(most_units(), grid_);  // of the longest segment
+  plan_.num_long = parts > plan_.most_parts ? static_cast<int>(num_blocks(grid_, plan_.most_parts)) : 0;
 }
 
 cudaError_t LatentLaunch::join(void** arguments, cudaStream_t stream) const {
   const int rows = most_queries(call_.a) * call_.a.q_heads, major = device_.facts.major;
-  const int64_t parts = grid_ / segments_;  // of a segment, if all are equal
-  const auto launch = [&](const void* kernel, unsigned blocks, int cluster, int more = 0) {
-    return launch_early(kernel, dim3(blocks, call_.a.seqs + more), 32 * kJoinWarps, 0, arguments, stream, major,
-                        cluster);
+  const int behind = plan_.num_long * kJoinWarps;
+  const auto launch = [&](const void* kernel, unsigned blocks, int of_each, int cluster) {
+    return launch_early(kernel, dim3(blocks, of_each), 32 * kJoinWarps, 0, arguments, stream, major, cluster);
   };
-  if (parts <= kFewParts) {
-    // How many segments may have more parts than a warp adds up. A segment has at most one part more than blocks end
-    // in it, so all segments together have at most grid_ + segments_ parts.
-    const int64_t long_segments = std::min((grid_ + segments_) / (kMostOfWarp + 1), segments_);
-    const int more = static_cast<int>(long_segments) * kJoinWarps;
-    return launch(entry_.join_few, num_blocks(rows, kJoinWarps), 1, more);
-  }
+  if (!joins_later_) return launch(entry_.join_few, entry_.rows / kJoinWarps, behind, 1);
+  if (parts_ <= kFewParts) return launch(entry_.join_few, num_blocks(rows, kJoinWarps), call_.a.seqs + behind, 1);
   int cluster = 1;
-  while (major >= 9 && cluster < kMostJoinBlocks && cluster * kJoinWarps * kFewParts < parts) cluster *= 2;
-  return launch(entry_.join, rows * cluster, cluster);
+  while (major >= 9 && cluster < kMostJoinBlocks && cluster * kJoinWarps * kFewParts < parts_) cluster *= 2;
+  return launch(entry_.join, rows * cluster, call_.a.seqs, cluster);
 }
 
 void LatentLaunch::run(void* workspace, cudaStream_t stream) {
@@ -90,7 +99,9 @@ void LatentLaunch::run(void* workspace, cudaStream_t stream) {
   plan_.parts = reinterpret_cast<float*>(plan_.images + segments_ * plan_.image_bytes);
   auto* counters = reinterpret_cast<uint32_t*>(plan_.parts + part_floats());
   plan_.arrivals = zeroed_counters(device_.index, stream, grid_, counters);
-  plan_.segments = joins_later_ ? reinterpret_cast<SharedBy*>(counters + grid_) : nullptr;
+  auto* segments = reinterpret_cast<SharedBy*>(counters + grid_);
+  plan_.segments = joins_later_ ? segments : nullptr;
+  plan_.long_segments = reinterpret_cast<LongSegment*>(segments + segments_);
   allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
   const int major = device_.facts.major;
   void* arguments[] = {const_cast<Latents*>(&call_), &plan_, &entry_.rows};
@@ -98,8 +109,7 @@ void LatentLaunch::run(void* workspace, cudaStream_t stream) {
   check_cuda(launch_early(entry_.prepare, images, 32 * kImageRows, 0, arguments, stream, major), "mla_attention");
   check_cuda(launch_early(entry_.kernel, dim3(grid_), entry_.threads, plan_.bytes, arguments, stream, major),
              "mla_attention");
-  if (!joins_later_) return;
-  check_cuda(join(arguments, stream), "mla_attention");
+  if (joins_later_ || plan_.num_long > 0) check_cuda(join(arguments, stream), "mla_attention");
 }
 
 }  // namespace turboquant::cuda::mla

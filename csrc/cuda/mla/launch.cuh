@@ -26,8 +26,8 @@ class LatentLaunch {
 
   // Bytes of memory for partial results; their contents do not matter.
   int64_t workspace_bytes() const {
-    return segments_ * (plan_.image_bytes + static_cast<int64_t>(sizeof(SharedBy))) + part_floats() * 4 +
-           int64_t{grid_} * 4;
+    return segments_ * (plan_.image_bytes + int64_t{sizeof(SharedBy)}) + part_floats() * 4 + int64_t{grid_} * 4 +
+           plan_.num_long * int64_t{sizeof(LongSegment)};
   }
 
   // workspace: aligned to 16 bytes.
@@ -38,6 +38,8 @@ class LatentLaunch {
   template <int R>
   void find(LatentKernel kernel);
   void check_limits() const;
+  double most_units() const;
+  void plan_join();
   cudaError_t join(void** arguments, cudaStream_t stream) const;
 
   const Latents& call_;
@@ -46,7 +48,8 @@ class LatentLaunch {
   Plan plan_;
   int grid_;
   int64_t segments_;  // numbers of segments
-  bool joins_later_;  // by a kernel of its own
+  int64_t parts_;     // of a segment, if all are equal
+  bool joins_later_;  // all of them, by a kernel of its own
 };
 
 // The general kernel: every dtype, width, grid and device.

@@ -90,7 +90,8 @@ class QueryHalves {
   int row_, lane_;
 };
 
-// A block prepares eight rows of a segment's block of rows, each by a warp. rows: of a block of rows.
+// A block prepares eight rows of a segment's block of rows, each by a warp. rows: of a block of rows. The first block
+// says that there are no long segments yet.
 //
 // A latent query is multiplied by inverse and signs and transformed (docs/format.md section 12).
 template <int R>
@@ -104,6 +105,9 @@ __global__ void __launch_bounds__(32 * kImageRows)
   let_next_kernel_begin();  // which may then read all that earlier kernels have written
   const Attention& a = x.a;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rope_dim = x.record.rope_dim;
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < plan.num_long; i += 32 * kImageRows) plan.long_segments[i].sequence = -1;
+  }
   const int tiles = rows / kImageRows, segment = quotient(blockIdx.x, tiles), tile = blockIdx.x - segment * tiles;
   const int sequence = sequence_of_segment(plan, a, rows, segment);
   const int block = segment - first_segment(plan, a, rows, sequence);

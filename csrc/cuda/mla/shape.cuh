@@ -44,9 +44,14 @@ constexpr int kImageRows = 8;       // that a block prepares: the columns of a c
 constexpr int kJoinWarps = 8;       // of a block of the kernel that joins parts
 constexpr int kMostJoinBlocks = 8;  // that join a row in it, a cluster
 constexpr int kFewParts = 8;        // that a warp of the kernel that joins parts adds up in a moment
-constexpr int kMostOfWarp = 16;     // parts; more are added up by several warps
+constexpr int kMostOfWarp = 16;     // parts, where few have more; those are added up by several warps
 constexpr int kExactPerUnit = 8;    // exact keys that take as long as a unit of codes, if there are some 70 of them
-constexpr Least kLeast{2, 1};
+
+// What units of a kernel cost (attention/schedule.cuh), where the end of a segment takes as long as `end` of them.
+constexpr UnitCosts costs_of_units(int end) { return {2, 1, end}; }
+constexpr int kMostOfEnd = 16;  // units
+
+constexpr int kReadBarrier = 4;  // a named barrier, of all threads; those of roles have smaller numbers
 
 // A partial result of a row: its maximum (base 2), its denominator, what its sums are too large by, and its sums.
 constexpr int kPartHead = 4;
@@ -75,6 +80,12 @@ struct SharedBy {
   // Where block `block` of them has left its part.
   __device__ __forceinline__ Part part_of_codes(int block) const { return block == first ? kOpened : kContinued; }
   __device__ __forceinline__ Part part_of_exact(int block) const { return block == first ? kExactOpened : kExact; }
+};
+
+// A segment with many parts, whose rows have a block each where they are joined. sequence: -1 stands for none.
+struct LongSegment {
+  int sequence, block;
+  SharedBy shared;
 };
 
 // Sizes that depend on how codes are stored. R: channels of a latent.
@@ -106,7 +117,9 @@ __device__ __forceinline__ void with_codes(Kind kind, F&& f) {
 template <int R, int ROWS>
 struct Shape {
   static constexpr int kLatent = R, kRows = ROWS;
-  static constexpr int kRowTiles = ROWS / 8;  // a product's columns are eight rows each
+  static constexpr int kRowTiles = ROWS / 8;              // a product's columns are eight rows each
+  static constexpr bool kKeepsWhole = R * ROWS <= 16384;  // see leave_part; with more sums registers do not suffice
+  static constexpr UnitCosts kCosts = costs_of_units(ROWS == 16 ? 7 : ROWS == 32 ? 8 : 12);
 
   // One warpgroup computes scores, one or two sum weighted latents, each its part of the channels.
   static constexpr int kValueGroups = R * ROWS > 8192 && R == 512 ? 2 : 1;
@@ -168,8 +181,11 @@ struct Plan {
   uint8_t* images;               // [numbers of segments, image_bytes]
   float* parts;                  // [grid, kParts, ROWS, kPart]
   uint32_t* arrivals;            // [grid], 0 between launches
-  SharedBy* segments;            // [numbers of segments], where another kernel joins the parts; else null
-  int row_blocks;                // of each sequence, in numbers of segments; 0: numbers follow the tokens
+  SharedBy* segments;            // [numbers of segments], where another kernel joins all parts; else null
+  LongSegment* long_segments;    // [num_long]: element i is the one whose first block is one of most_parts from
+                                 // i * most_parts on, for it has more parts than that
+  int most_parts, num_long;
+  int row_blocks;  // of each sequence, in numbers of segments; 0: numbers follow the tokens
 
   // Floats of a buffer of factors: one for each row, and whether any is not 1. Two rows' are read at once.
   __host__ __device__ static constexpr int factors_of(int rows) { return rows + 2; }
@@ -252,6 +268,8 @@ struct BlockView {
   __device__ __forceinline__ int thread() const { return 32 * warp + lane; }
 
   __device__ __forceinline__ uint8_t* queries() const { return shared + plan.queries; }
+  // Where the sums of a whole segment are, in place of what they were computed from.
+  __device__ __forceinline__ float* whole_part() const { return reinterpret_cast<float*>(shared); }
   __device__ __forceinline__ uint8_t* weights() const { return shared + plan.weights; }
   template <class S>
   __device__ __forceinline__ RowTable rows() const {
@@ -277,6 +295,19 @@ struct BlockView {
         t(lane % 4) {}
   __device__ __forceinline__ uint64_t* barriers() const { return reinterpret_cast<uint64_t*>(shared + plan.barriers); }
 };
+
+// leave(part): what a warp has of a partial result. whole: it is all that the segment has, and stays in shared memory,
+// when every warp has read what is there. (The two calls are apart, because stores to an address that may be in either
+// memory take more registers.)
+template <class S, typename F>
+__device__ __forceinline__ void leave_part(const BlockView& block, bool whole, float* part, F&& leave) {
+  if (S::kKeepsWhole && whole) {
+    sync_threads(kReadBarrier, S::kThreads);
+    leave(block.whole_part());
+  } else {
+    leave(part);
+  }
+}
 
 // The scale of a token that nobody may have stored.
 __device__ __forceinline__ float finite_or_0(float scale) { return fabsf(scale) <= 65504.0f ? scale : 0; }

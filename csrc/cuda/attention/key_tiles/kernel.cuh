@@ -35,7 +35,7 @@ namespace turboquant::cuda::key_tiles {
 template <class S, class KEYS>
 class KeyTilesBlock {
   using Rows = split_kv::QueryRows<S::kDim, S::kRows>;
-  using List = split_kv::WorkList<S::kRows, kKeyTilesLeast>;
+  using List = split_kv::WorkList<S::kRows, kKeyTilesCosts>;
   using Join = split_kv::Join<S::kDim, S::kRows / 4>;
 
  public:

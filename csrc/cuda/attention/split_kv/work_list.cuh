@@ -6,7 +6,7 @@
 
 namespace turboquant::cuda::split_kv {
 
-template <int ROWS, Least LEAST = kSplitKvLeast>
+template <int ROWS, UnitCosts COSTS = kSplitKvCosts>
 class WorkList {
  public:
   explicit __device__ __forceinline__ WorkList(const BlockView& block) : block_(block) {}
@@ -18,7 +18,7 @@ class WorkList {
 
   // Moves `segment` on to the one that holds number `unit`, or whose gap does.
   __device__ __forceinline__ void seek(Segment& segment, int unit) const {
-    segment.template seek<ROWS, LEAST.exact>(block_.call, block_.layout.exact_per_unit, notes().cut.gap, unit);
+    segment.template seek<ROWS, COSTS.least_exact>(block_.call, block_.layout.exact_per_unit, notes().cut.gap, unit);
   }
 
   // Finds the block's share of the list and writes it into the notes of all warps; false: the share is the known one.
@@ -31,7 +31,7 @@ class WorkList {
     if (block_.warp == 0) {
       BlockShare share;
       const int finder =
-          cut_work<ROWS, LEAST>(block_.call, block_.layout.exact_per_unit, block_.plan.grid,
+          cut_work<ROWS, COSTS>(block_.call, block_.layout.exact_per_unit, block_.plan.grid,
                                 reinterpret_cast<uint2*>(block_.join()), block_.plan.result - block_.plan.join, guess,
                                 known ? &found.attended : nullptr, share);
       if (block_.lane == 0) flag() = finder != kSameShare;

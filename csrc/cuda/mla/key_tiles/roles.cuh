@@ -37,10 +37,10 @@ class KeyRoles {
   }
   __device__ __forceinline__ uint64_t* prepared() const { return block_.prepared(); }
 
-  // Units [0, units) of a segment, the first of which has `token` as its first. part: where its results go.
+  // Units [0, units) of a segment, the first of which has `token` as its first. whole, part: see leave_part.
   // wait_for_image(): the rows are there.
   template <typename F>
-  __device__ __forceinline__ void attend(const Segment& segment, int token, int units, float* part,
+  __device__ __forceinline__ void attend(const Segment& segment, int token, int units, bool whole, float* part,
                                          F&& wait_for_image) {
     if (threadIdx.x >= kWarpgroup) {
       const BlockView own = block_.own();
@@ -49,13 +49,13 @@ class KeyRoles {
       take_registers<S::kValueRegisters>();
       ValueGroup<S> values(own, ring);
       values.attend(units, turn_);
-      values.leave(part);
+      leave_part<S>(block_, whole, part, [&](float* to) { values.leave(to); });
     } else {
       leave_registers<S::kScoreRegisters>();
       wait_for_image();
       ScoreGroup<S> scores(block_.own());
       scores.attend(token, units, turn_);
-      scores.leave(part);
+      leave_part<S>(block_, whole, part, [&](float* to) { scores.leave(to); });
     }
     turn_.skip(units, block_.plan.stages);
     // Registers move back when every warp of the others has had them. Taken back earlier, they would be missing

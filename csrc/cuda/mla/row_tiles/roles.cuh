@@ -37,10 +37,10 @@ class RowRoles {
   }
   __device__ __forceinline__ uint64_t* prepared() const { return &barriers_.prepared; }
 
-  // Units [0, units) of a segment, the first of which has `token` as its first. part: where its results go.
+  // Units [0, units) of a segment, the first of which has `token` as its first. whole, part: see leave_part.
   // wait_for_image(): the rows are there.
   template <typename F>
-  __device__ __forceinline__ void attend(const Segment& segment, int token, int units, float* part,
+  __device__ __forceinline__ void attend(const Segment& segment, int token, int units, bool whole, float* part,
                                          F&& wait_for_image) {
     const int group = threadIdx.x / kWarpgroup;
     if (group == 0) {
@@ -48,15 +48,16 @@ class RowRoles {
       wait_for_image();
       RowScores<S> scores(block_, barriers_);
       scores.attend(token, units, turn_);
-      scores.leave(part);
+      leave_part<S>(block_, whole, part, [&](float* to) { scores.leave(to); });
     } else if (group <= S::kSumGroups) {
       take_registers<S::kSumRegisters>();
       RowSums<S> sums(block_, barriers_);
       sums.attend(num_tiles(units), turn_, raw_);
-      sums.leave(part);
+      leave_part<S>(block_, whole, part, [&](float* to) { sums.leave(to); });
     } else {
       leave_registers<S::kCopyRegisters>();
       copies_.attend(segment, token, units, turn_, raw_);
+      leave_part<S>(block_, whole, part, [](float*) {});
     }
     // Registers move back when every warp of those that sum has had them. Taken back earlier, they would be missing
     // there, and those warps would wait for ever.

@@ -24,6 +24,8 @@ constexpr int kSumsBarrier = 2;  // named barriers, of each warpgroup that sums
 template <int R>
 struct RowShape {
   static constexpr int kLatent = R, kRows = 64;
+  static constexpr UnitCosts kCosts = costs_of_units(8);
+  static constexpr bool kKeepsWhole = true;  // see leave_part
 
   // One warpgroup computes scores, others expand codes and sum weighted latents, 256 channels each, and one copies.
   static constexpr int kSumChannels = 256, kSumGroups = R / kSumChannels;

@@ -12,6 +12,8 @@ namespace turboquant::cuda::mla {
 template <int R>
 struct WarpShape {
   static constexpr int kLatent = R, kRows = kWarpTileRows;
+  static constexpr UnitCosts kCosts = costs_of_units(3);
+  static constexpr bool kKeepsWhole = false;             // see leave_part; it would take registers
   static constexpr int kChannels = R == 512 ? 128 : 64;  // of a warp
   static constexpr int kWarps = R / kChannels, kThreads = 32 * kWarps;
   static constexpr int kBlocks = 8 / kWarps;  // per multiprocessor: a thread has as many registers as it can
