@@ -122,31 +122,31 @@ struct JoinedRow {
 // By all warps of the last block. AT_ONCE: parts whose loads overlap. whole: the segment's only part, in shared memory,
 // or null.
 template <class S, int AT_ONCE>
-__device__ __forceinline__ void write_results(const Latents& x, const Plan& plan, const Segment& segment,
-                                              const SharedBy& shared, const float* whole) {
+__device__ __forceinline__ void write_results(const BlockView& block, const Segment& segment, const SharedBy& shared,
+                                              const float* whole) {
+  const Latents& x = block.call;
   const Results results(x);
-  const float* parts = plan.parts;
+  const float* parts = block.plan.parts;
   const int first = segment.block * S::kRows, rows = min(segment.work.rows(x.a) - first, S::kRows);
   const int64_t to = int64_t{segment.work.first_query} * x.a.q_heads + first;
-  const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int r = threadIdx.x / 32; r < rows; r += S::kWarps) {
-    const auto row_of = [&](int block, Part kind) {
-      return parts + ((int64_t{kParts} * block + kind) * S::kRows + r) * S::kPart;
+  for (int r = block.warp; r < rows; r += S::kWarps) {
+    const auto row_of = [&](int of_block, Part kind) {
+      return parts + ((int64_t{kParts} * of_block + kind) * S::kRows + r) * S::kPart;
     };
     JoinedRow<S::kLatent> row;
     if (S::kKeepsWhole && whole) {
-      row.add(row.read_shared(whole + r * S::kPart, lane));
+      row.add(row.read_shared(whole + r * S::kPart, block.lane));
     } else {
-      row.template add_all<AT_ONCE>(0, 1, shared.blocks, lane, [&](int i) {
+      row.template add_all<AT_ONCE>(0, 1, shared.blocks, block.lane, [&](int i) {
         return row_of(shared.first + i, shared.part_of_codes(shared.first + i));
       });
     }
-    row.rotate_back(results, lane);
-    row.template add_all<AT_ONCE>(0, 1, shared.exact_blocks(), lane, [&](int i) {
+    row.rotate_back(results, block.lane);
+    row.template add_all<AT_ONCE>(0, 1, shared.exact_blocks(), block.lane, [&](int i) {
       return row_of(shared.exact + i, shared.part_of_exact(shared.exact + i));
     });
-    row.write(results, to + r, lane);
+    row.write(results, to + r, block.lane);
   }
 }
 
@@ -155,7 +155,7 @@ __device__ __forceinline__ void write_results(const Latents& x, const Plan& plan
 template <class S>
 __device__ __noinline__ void write_results_apart(const Latents& x, const Plan& plan, const Segment& segment,
                                                  SharedBy shared, const float* whole) {
-  write_results<S, 1>(x, plan, segment, shared, whole);
+  write_results<S, 1>(BlockView(x, plan, nullptr), segment, shared, whole);
 }
 
 // Adds rows at(0) to at(count - 1) into `sum`, by all threads of a block of join_kernel, each for its channels.

@@ -141,7 +141,7 @@ class LatentBlock {
     if constexpr (Roles::kJoinsApart) {
       write_results_apart<S>(block_.call, plan, segment, shared, own);
     } else {
-      write_results<S, 2>(block_.call, plan, segment, shared, own);
+      write_results<S, 2>(block_, segment, shared, own);
     }
   }
 
