@@ -418,10 +418,11 @@ def cpp_messages(path: Path) -> list[str]:
 
 
 def quoted_messages() -> list[str]:
-    """First cells of the tables, each quoted text: without those that torch raises."""
+    """First cells of the tables, each quoted text: without those that others raise."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     cells = re.findall(r"^\| (.*?) \|", text, re.MULTILINE)
-    found = [m for cell in cells if "(by torch)" not in cell for m in re.findall(r"`(.+?)`", cell)]
+    own = [cell for cell in cells if not re.search(r"\(by (torch|transformers)\)", cell)]
+    found = [m for cell in own for m in re.findall(r"`(.+?)`", cell)]
     return [message for message in found if message not in ("PoolExhausted", "center=")]
 
 

@@ -122,6 +122,7 @@ REFUSED = {
 # only their attention shows it: refused in a forward
 REFUSED_WHILE_RUNNING = {
     "diffllama": (WIDE, f"changes keys or values|{INTERFACE}"),
+    "doge": ({"keep_window_size": 16}, "attends under a mask that the model's own code makes"),
     "olmoe": ({**EXPERTS, **WINDOW}, "attends with sliding_window=24"),  # under full masks
     "mimo_v2_flash": ({**WIDE, **MIXED, **EXPERTS, "v_head_dim": 16}, "supports equal shapes"),
 }

@@ -103,7 +103,8 @@ def test_greedy_decoding_equals_the_reference(family):
 
 def test_the_documented_families():
     text = (ROOT / "docs/transformers.md").read_text()
-    for heading, families in (("Families", SUPPORTED), ("Refused", REFUSED)):
+    refused = {*REFUSED, *REFUSED_WHILE_RUNNING} - set(SUPPORTED)
+    for heading, families in (("Families", SUPPORTED), ("Refused", refused)):
         section = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)[1]
         assert set(re.findall(r"`([\w-]+)`", section)) == set(families), heading
 
@@ -124,6 +125,18 @@ def test_families_that_are_refused_while_running(family):
     with pytest.raises((ValueError, RuntimeError), match=match):
         with TurboQuantCache.for_model(model, page_size=16) as cache:
             feed(model, cache, make_ids(80), 75, 1, 1)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_masks_of_a_model_of_its_own_leave_the_cache_as_it_was(static):
+    model, ids = make_family("doge", REFUSED_WHILE_RUNNING["doge"][0]), make_ids(80)
+    with TurboQuantCache.for_model(model, static=static, max_cache_len=100) as cache:
+        prompt = feed(model, cache, ids[:, :75])
+        assert torch.equal(prompt, feed(model, DynamicCache(config=model.config), ids[:, :75]))
+        for new in (1, 5):
+            with pytest.raises(ValueError, match=r"attends under a mask .* Use DynamicCache"):
+                model(ids[:, 75 : 75 + new], past_key_values=cache)
+        assert cache.get_seq_length() == 75
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

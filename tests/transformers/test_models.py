@@ -38,7 +38,7 @@ KNOWN = {
 # What files of these families leave to their class: the planner asks, it never guesses.
 ASKS = {
     **dict.fromkeys(
-        "bamba biogpt bitnet ernie4_5_moe exaone4 exaone_moe glm4_moe gpt_neox lfm2_moe "
+        "bamba biogpt bitnet doge ernie4_5_moe exaone4 exaone_moe glm4_moe gpt_neox lfm2_moe "
         "nanochat olmo_hybrid opt persimmon".split(),
         "head_dim = None; give --head-dim",
     ),

@@ -112,6 +112,44 @@ def test_gemma4_with_heads_of_two_sizes():
         TurboQuantCache.for_model(model)
 
 
+@pytest.mark.parametrize("kind", ["Llama", "SeedOss"])
+def test_sliding_layers_of_a_model_without_sliding_masks(kind):
+    """Such a model attends to all tokens, whatever its configuration says."""
+    types = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    config = getattr(transformers, f"{kind}Config")(**{**COMMON, "head_dim": 32, **types})
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), make_ids(80)
+    with TurboQuantCache.for_model(model) as cache:  # no window is named: nothing differs
+        assert [layer.sliding_window for layer in cache.packed] == [0, 0, 0]
+        feed(model, cache, ids, 75, 1, 1)
+    model.config.sliding_window = 24
+    match = rf"{kind}ForCausalLM: it has layers of type 'sliding_attention' .*24.* no masks"
+    with pytest.raises(ValueError, match=match):
+        TurboQuantCache.for_model(model)
+    model.config.layer_types = ["full_attention"] * 3
+    with TurboQuantCache.for_model(model) as cache:
+        feed(model, cache, ids, 75, 1, 1)
+
+
+def test_a_class_of_a_model_with_sliding_masks_has_them():
+    class Own(transformers.MistralModel):
+        """In a file that names no mask."""
+
+    config = transformers.MistralConfig(**COMMON, sliding_window=24)
+    with TurboQuantCache.for_model(Own(config).eval()) as cache:
+        assert {layer.sliding_window for layer in cache.packed} == {24}
+
+
+def test_continuous_batching_asks_for_a_detached_cache():
+    """By an error of transformers, which docs/troubleshooting.md explains."""
+    model, prompts = make_model(), [[1, 2, 3], [4, 5]]
+    if not hasattr(model, "generate_batch"):
+        pytest.skip("this version of transformers has no continuous batching")
+    with TurboQuantCache.for_model(model):
+        with pytest.raises(ValueError, match="turboquant_sdpa is not supported for continuous"):
+            model.generate_batch(prompts, max_new_tokens=2)
+    assert len(model.generate_batch(prompts, max_new_tokens=2)) == 2
+
+
 def test_latent_attention_with_an_indexer_is_told_what_to_use():
     if not hasattr(transformers, "GlmMoeDsaConfig"):
         pytest.skip("this version of transformers has no glm_moe_dsa")

@@ -484,6 +484,12 @@ def _attention(
     if lifecycle.attended(layer, module, query, key, value, kwargs.get("scaling")):
         original = cache.binding.original(module)
         return original(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is not None:  # `_mask` has made none
+        raise ValueError(
+            f"{type(module).__name__} attends under a mask that the model's own code makes, which "
+            "TurboQuantCache does not support behind the first forward: it supports the causal and "
+            "sliding-window masks of transformers. Use DynamicCache, transformers' default"
+        )
     return layer.attend(module, query, key, value, **kwargs)
 
 

@@ -134,6 +134,13 @@ def _problem(model: nn.Module, config: Any, layers: list[Layer]) -> str | None:
         return f"a cache class of its own ({own})"
     if getattr(config, "alibi", False):
         return "ALiBi"
+    windows = {layer.window for layer in layers if layer.kind is Kind.SLIDING} - {0}
+    if windows and not _has_sliding_masks(model):
+        return (
+            f"layers of type 'sliding_attention' (sliding_window={min(windows)}), but its code "
+            "makes no masks with a window, so that these layers attend to all tokens. Write "
+            "'full_attention' into layer_types of its configuration"
+        )
     if Kind.CHUNKED in kinds and getattr(config, "attention_chunk_size", None):
         return "chunked attention"
     if others := sorted(_without_a_place(layers, config)):
@@ -263,7 +270,8 @@ def _has_sliding_masks(model: nn.Module) -> bool:
     Some families name a window in their configuration and never use it.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return hasattr(sys.modules[type(decoder).__module__], "create_sliding_window_causal_mask")
+    homes = [vars(sys.modules[base.__module__]) for base in type(decoder).__mro__]
+    return any("create_sliding_window_causal_mask" in home for home in homes)
 
 
 def original_attention(previous: str, module: nn.Module) -> Callable[..., Any]:
