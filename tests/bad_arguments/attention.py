@@ -198,6 +198,11 @@ MERGE_ATTENTION_BAD = [
     Bad({"out_a": floats(3, 4, D).double()}, TypeError, f"out_a has {DTYPE}"),
     Bad({"out_b": floats(3, 4, D).half()}, TypeError, "out_b has dtype float16"),
     Bad({"out_b": floats(3, 5, D)}, ValueError, "out_b has shape [3, 5, 64]"),
+    Bad(
+        {"out_a": floats(3, 4, 0), "out_b": floats(3, 4, 0)},
+        ValueError,
+        "out_a has shape [3, 4, 0], expected [..., d] with d >= 1",
+    ),
     Bad({"lse_a": floats(3)}, ValueError, "lse_a has shape [3]"),
     Bad({"lse_b": floats(3, 4, 1)}, ValueError, "lse_b has shape [3, 4, 1]"),
     Bad({"lse_b": floats(3, 4).half()}, TypeError, "lse_b has dtype float16"),

@@ -464,7 +464,8 @@ def merge_attention(
 
 
 def _check_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    _checks.check_vectors("out_a", out_a)
+    if _checks.check_vectors("out_a", out_a) < 1:
+        raise ValueError(f"out_a has shape {list(out_a.shape)}, expected [..., d] with d >= 1")
     device, shape = out_a.device, tuple(out_a.shape)
     _checks.check_constant("out_a", out_a, device, out_a.dtype, shape)
     _checks.check_constant("out_b", out_b, device, out_a.dtype, shape)
