@@ -50,6 +50,7 @@ def sliding(window):
     ({"num_key_value_heads": None}, [AttentionLayer(4, 16)] * 4),
     ({"model_type": "mistral", "sliding_window": 5}, [sliding(5)] * 4),
     ({"model_type": "mistral", "sliding_window": None}, [FULL] * 4),
+    ({"model_type": "mistral", "sliding_window": 0}, [FULL] * 4),
     ({"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": False}, [FULL] * 4),
     ({"model_type": "qwen2", "sliding_window": 5, "max_window_layers": 3,
       "use_sliding_window": True}, [FULL] * 3 + [sliding(5)]),
@@ -109,6 +110,12 @@ def test_layers_of_a_configuration(changes, expected):
     (r"layers of type \['windowed_attention'\]; supported",
      {"block_configs": [{"attention": {"n_heads_in_group": 2, "window_length": 8}}] * 4}),
     ("sliding_window = 5 but does not say in which layers", {"sliding_window": 5}),
+    *[(f"has {name} = {value}, which is neither a number of tokens nor null", changes)
+      for value, number in (("-1", -1), ("4096.0", 4096.0), ("'4K'", "4K"), ("True", True))
+      for name, changes in (
+          ("sliding_window", {"model_type": "mistral", "sliding_window": number}),
+          ("attention_window_size", {"layer_types": ["sliding_attention"] * 4,
+                                     "attention_window_size": number}))],
     ("3 layer types for 4 layers", {"layer_types": ["full_attention"] * 3}),
     ("names no sliding_window", {"layer_types": ["sliding_attention"] * 4}),
     ("has mamba_d_state but does not say which layers attend", {"mamba_d_state": 16}),

@@ -64,7 +64,7 @@ class IncompleteConfig(ValueError):
 
     Attributes:
         missing: what the caller can provide instead: "layers", "attending" (the number of layers
-            that attend), "kv_heads", "head_dim" or "layer_types".
+            that attend), "kv_heads", "head_dim", "layer_types" or "sliding_window".
     """
 
     def __init__(self, text: str, missing: str) -> None:
@@ -116,6 +116,25 @@ class Fields:
                 missing,
             )
         return value
+
+    def window(self, *names: str) -> int:
+        """Tokens of a sliding window, from the first of the names that has one; 0: none.
+
+        Raises:
+            IncompleteConfig: the configuration has something else.
+        """
+        for name in names:
+            value = self.get(name)
+            if value is None or (value == 0 and not isinstance(value, bool)):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise IncompleteConfig(
+                    f"the configuration (model type {self.get('model_type')!r}) has {name} = "
+                    f"{value!r}, which is neither a number of tokens nor null, for no window",
+                    "sliding_window",
+                )
+            return value
+        return 0
 
     def has(self, name: str) -> bool:
         """Whether a file mentions the name, be it with the value null."""
@@ -270,8 +289,8 @@ def read_layers(config: Any, slides: Callable[[], bool] | None = None) -> list[L
         own = fields.of_layer(index, name in _FULL_TYPES)
         window = 0
         if name == "sliding_attention":
-            window = own.get("sliding_window") or own.get("attention_window_size") or 0
-        layers.append(Layer(kind, name, int(window), own))
+            window = own.window("sliding_window", "attention_window_size")
+        layers.append(Layer(kind, name, window, own))
     return layers
 
 

@@ -1,6 +1,6 @@
 """An SGLang plug-in: an attention backend whose KV cache is packed pages.
 
-    pip install 'torch_turboquant[sglang]'
+    pip install 'torch_turboquant[sglang]'    # adds SGLang to the installed wheel
     python -m sglang.launch_server --model-path MODEL --attention-backend turboquant --page-size 64
 
 SGLang finds `register` by the entry point group sglang.srt.plugins and calls it in every process.

@@ -1,6 +1,6 @@
 """A vLLM plug-in: an attention backend whose KV cache is packed pages.
 
-    pip install 'torch_turboquant[vllm]'
+    pip install 'torch_turboquant[vllm]'      # adds vLLM to the installed wheel
     vllm serve MODEL --attention-backend CUSTOM \\
         --additional-config '{"turboquant": {"preset": "k5v4u"}}'
 
