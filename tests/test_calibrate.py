@@ -120,6 +120,8 @@ def test_vllm_that_is_not_there(folder, text, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     line = refused(capsys, folder, text, "--vllm")
     assert line == "calibrate: --vllm needs vLLM: pip install 'torch_turboquant[vllm]'"
+    line = refused(capsys, folder, text, "--vllm", '{"enforce_eager": false}')
+    assert line.endswith("sets these arguments of vLLM itself: leave enforce_eager=False out")
     line = refused(capsys, folder, text, "--device", "cpu", "--vllm")
     assert "vLLM chooses its devices by itself" in line
 

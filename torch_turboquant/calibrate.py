@@ -159,16 +159,18 @@ def with_vllm(args: argparse.Namespace, text: str, output: Path) -> int:
     """The same through vLLM's engine.
 
     Raises:
-        ValueError: the text is too short, or vLLM is missing.
+        ValueError: the text is too short, vLLM is missing, or --vllm asks for something else than
+            a calibration needs.
     """
     from torch_turboquant.integrations.vllm import calibrator
 
+    dtype = {"dtype": args.dtype} if args.dtype else {}
+    options = calibrator.engine_options({**dtype, **args.vllm})
     try:
         from vllm import LLM
     except ModuleNotFoundError as error:
         raise ValueError("--vllm needs vLLM: pip install 'torch_turboquant[vllm]'") from error
-    options = {"dtype": args.dtype} if args.dtype else {}
-    llm = LLM(str(args.model), **calibrator.engine_options({**options, **args.vllm}))
+    llm = LLM(str(args.model), **options)
     longest = llm.llm_engine.model_config.max_model_len - 1  # and one token is generated
     ids = in_sequences(llm.get_tokenizer().encode(text), args, longest)
     calibrator.calibrate(llm, ids, output, scaled=not args.mean)

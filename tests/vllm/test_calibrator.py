@@ -168,12 +168,31 @@ def test_a_file_of_the_engine(engine, tmp_path):
 
 
 def test_arguments_of_an_engine_that_calibrates():
-    given = {"tensor_parallel_size": 4, "enforce_eager": False}
+    given = {"tensor_parallel_size": 4, "enforce_eager": True}
     options = calibrator.engine_options(given)
     assert options["tensor_parallel_size"] == 4 and options["enforce_eager"]
     module, name = options["worker_extension_cls"].rsplit(".", 1)
     assert (module, name) == (calibrator.__name__, "Calibrator")
     assert options["additional_config"]["turboquant"]["calibrate"] is True
+    options = calibrator.engine_options({"additional_config": {"another": {"preset": 3}}})
+    assert options["additional_config"]["another"] == {"preset": 3}
+    assert options["additional_config"]["turboquant"]["preset"] == "k8v8"
+    assert calibrator.engine_options({"additional_config": None})["enforce_eager"]
+
+
+@pytest.mark.parametrize(("given", "named"), [
+    ({"attention_backend": "FLASH_ATTN"}, "attention_backend='FLASH_ATTN'"),
+    ({"enforce_eager": False, "dtype": "float16"}, "enforce_eager=False"),
+    ({"enable_prefix_caching": True}, "enable_prefix_caching=True"),
+    ({"worker_extension_cls": "a.B", "enforce_eager": False},
+     "enforce_eager=False, worker_extension_cls='a.B'"),
+    ({"additional_config": {"turboquant": {"preset": "k4v4"}}},
+     "'turboquant' in additional_config"),
+])  # fmt: skip
+def test_arguments_that_a_calibration_needs_itself(given, named):
+    with pytest.raises(ValueError) as caught:
+        calibrator.engine_options(given)
+    assert str(caught.value).endswith(f"itself: leave {named} out")
 
 
 def test_an_engine_that_does_not_calibrate():

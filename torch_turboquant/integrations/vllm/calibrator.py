@@ -6,7 +6,8 @@ fetched, joined and written to the same file that `torch_turboquant calibrate` m
     llm = LLM(model, **engine_options({"tensor_parallel_size": 4}))
     calibrate(llm, [token_ids, ...], "turboquant.centers")
 
-vLLM computes its warm-up with tokens of no meaning; the sums begin when calibrate says so.
+engine_options sets what a calibration needs, and raises an error where its argument says something
+else. vLLM computes its warm-up with tokens of no meaning; the sums begin when calibrate says so.
 """
 
 from __future__ import annotations
@@ -30,16 +31,34 @@ Part = dict[str, Any]
 
 
 def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of vLLM's LLM for a calibration; given: those of its user."""
-    settings = {"preset": "k8v8", "learn": False, "calibrate": True}
-    return {
-        **given,
+    """Arguments of vLLM's LLM for a calibration.
+
+    Args:
+        given: those of its user; entries of additional_config that are not ours stay.
+
+    Raises:
+        ValueError: the user asks for something else in an argument that the calibration needs.
+    """
+    others = given.get("additional_config") or {}
+    needed = {
         "attention_backend": "CUSTOM",
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "worker_extension_cls": f"{__name__}.{Calibrator.__name__}",
-        "additional_config": {KEY: settings},
     }
+    wrong = [
+        f"{name}={given[name]!r}"
+        for name in needed
+        if given.get(name, needed[name]) != needed[name]
+    ]
+    if KEY in others:
+        wrong.append(f"{KEY!r} in additional_config")
+    if wrong:
+        raise ValueError(
+            f"a calibration sets these arguments of vLLM itself: leave {', '.join(wrong)} out"
+        )
+    settings = {"preset": "k8v8", "learn": False, "calibrate": True}
+    return {**given, **needed, "additional_config": {**others, KEY: settings}}
 
 
 class KeySums:
