@@ -421,7 +421,7 @@ def quoted_messages() -> list[str]:
     """First cells of the tables, each quoted text: without those that others raise."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     cells = re.findall(r"^\| (.*?) \|", text, re.MULTILINE)
-    own = [cell for cell in cells if not re.search(r"\(by (torch|transformers)\)", cell)]
+    own = [cell for cell in cells if not re.search(r"\(by (torch|transformers)", cell)]
     found = [m for cell in own for m in re.findall(r"`(.+?)`", cell)]
     return [message for message in found if message not in ("PoolExhausted", "center=")]
 
