@@ -22,6 +22,12 @@ from torch_turboquant.integrations.transformers.weights.choice import (
     unexpected,
 )
 from torch_turboquant.integrations.transformers.weights.config import TurboQuantConfig
+from torch_turboquant.integrations.transformers.weights.conversions import (
+    conversions_to_save,
+    joined_with,
+    leave_packed_alone,
+    split_by_layers,
+)
 from torch_turboquant.integrations.transformers.weights.experts import (
     PackedExperts,
     drop_weight,
@@ -68,6 +74,8 @@ class TurboQuantHfQuantizer(HfQuantizer):
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         self._packed: dict[str, WeightFormat] = {}  # linear layers, and weights of experts
         self._experts: set[str] = set()  # the latter
+        self._model: nn.Module | None = None  # while it is loaded
+        self._joined: set[str] = set()  # those whose tensor of the file a packed layer shares
         self._knows_plans = False  # of tensor parallelism
         self.refused: dict[str, str] = {}  # weights that cannot be packed: name -> why
 
@@ -105,6 +113,7 @@ class TurboQuantHfQuantizer(HfQuantizer):
                 expected = torch.empty_like(layer.weight, dtype=linear.weight.dtype)
                 layer.weight = nn.Parameter(expected, requires_grad=False)
             model.set_submodule(name, layer)
+        self._model = model
         ignored: Any = model._keys_to_ignore_on_load_unexpected
         ignored = [] if ignored is None else ignored  # a list or none in 5.5, then a set
         model._keys_to_ignore_on_load_unexpected = type(ignored)([*ignored, f"^{NEEDS}$"])
@@ -118,9 +127,27 @@ class TurboQuantHfQuantizer(HfQuantizer):
         styles_for_packed(plan, self._packed.keys() - self._experts, experts)
         self._knows_plans = True
 
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+        conversions = super().update_weight_conversions(weight_conversions, *model)
+        if self._model is None:  # it is loaded already
+            return conversions
+        if self.pre_quantized:
+            return leave_packed_alone(conversions, self._model)
+        split_by_layers(conversions)
+        tensors = list(self._model.state_dict())
+        packed = {name for name in tensors if self.is_to_pack(name)}
+        self._joined = joined_with(conversions, tensors, packed)
+        return conversions
+
     # -- the weights
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        # transformers asks for the first of the layers that share a tensor of the file, and packs
+        # all of them or none; PackWeights finds out which
+        return self.is_to_pack(param_name) or param_name in self._joined
+
+    def is_to_pack(self, param_name: str) -> bool:
+        """Whether the file has a weight that is packed while it is loaded."""
         module, _, name = param_name.rpartition(".")
         linear = name == "weight" and module in self._packed
         return not self.pre_quantized and (linear or param_name in self._experts)
@@ -131,7 +158,7 @@ class TurboQuantHfQuantizer(HfQuantizer):
         return f"{module}.{packed_name(weight)}" if param_name in self._experts else param_name
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
-        if not self.param_needs_quantization(model, param_name):
+        if not self.is_to_pack(param_name):
             return super().param_element_size(model, param_name, param)
         return 0 if param_name in self._experts else 1  # the packed weight of experts counts
 
@@ -167,6 +194,7 @@ class TurboQuantHfQuantizer(HfQuantizer):
     # -- after the weights
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        self._model = None
         if is_distributed(model) and self._experts:
             raise ValueError(
                 "packed experts cannot be shared by processes (tensor or expert parallelism): name "
@@ -195,6 +223,8 @@ class TurboQuantHfQuantizer(HfQuantizer):
             )
         for name in self._packed.keys() - self._experts:
             model.get_submodule(name).place_constants()
+        if conversions := leave_packed_alone(conversions_to_save(model), model):
+            vars(model)["_weight_conversions"] = conversions  # save_pretrained uses these
         return model
 
     def _is_new_head(self, model: nn.Module, name: str) -> bool:
@@ -267,7 +297,7 @@ class PackWeights(ConversionOps):
         found: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             tensor = value[0] if isinstance(value, list) else value
-            if not self.quantizer.param_needs_quantization(model, name):
+            if not self.quantizer.is_to_pack(name):
                 found[name] = tensor
                 continue
             target = self.quantizer.packed_name(name)
