@@ -77,6 +77,24 @@ def experts_of(model, kind=PackedExperts):
     return {n: m for n, m in model.named_modules() if isinstance(m, kind)}
 
 
+def test_a_model_that_fills_missing_weights_of_experts_from_above(folder):
+    """Qwen3-Omni's code asks the block for the weights of its experts, which are packed."""
+    kind = transformers.Qwen3OmniMoeThinkerConfig
+    tower = {"num_hidden_layers": 1, "d_model": 64, "encoder_layers": 1,
+             "encoder_attention_heads": 2, "encoder_ffn_dim": 64}  # fmt: skip
+    config = kind(
+        text_config={**SHAPE, **SMALL, "num_experts": 4, "mlp_only_layers": []},
+        audio_config=tower,
+        vision_config={"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2,
+                       "out_hidden_size": 128, "deepstack_visual_indexes": []},
+    )  # fmt: skip
+    made = transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config).eval()
+    model = type(made).from_pretrained(folder(made), quantization_config=TurboQuantConfig())
+    assert len(experts_of(model)) == 2
+    again = type(made).from_pretrained(folder(model, "packed"))
+    assert torch.equal(logits(again), logits(model))
+
+
 class ByHand(nn.Module):
     """Experts of transformers with a packed linear layer for each."""
 

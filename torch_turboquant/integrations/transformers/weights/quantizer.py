@@ -102,6 +102,11 @@ class TurboQuantHfQuantizer(HfQuantizer):
             tell(left)
         for name, forms in experts_among(model, self._packed).items():
             pack_experts(model.get_submodule(name), forms, loading=not self.pre_quantized)
+            above = model.get_submodule(name.rpartition(".")[0])
+            if not [*above.parameters(recurse=False), *above.buffers(recurse=False)]:
+                # The code that fills weights which no file has must not look for those of experts:
+                # Qwen3-Omni asks the block above for them.
+                above._is_hf_initialized = True  # type: ignore[assignment]
             self._experts.update(f"{name}.{weight}" for weight in forms)
         for name, form in self._packed.items():
             if name in self._experts:
