@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, Lfm2Config, LlamaConfig, OPTConfig
 
 from tests.eval.harness import (
     CHOICES,
@@ -42,6 +42,17 @@ def test_rows(model, result):
         assert row["context"] == 260 and row["head_dim"] == DIM and row["segments"] == 2
     assert result[3]["kl"] > result[1]["kl"] > 0
     assert result[3]["mean_output_error"] > result[1]["mean_output_error"] > 0
+
+
+@pytest.mark.parametrize("kind", [GPTNeoXConfig, OPTConfig])
+def test_models_that_name_no_heads_of_keys(kind):
+    """They have one for every query head."""
+    shape = {name: SHAPE[name] for name in SHAPE if name not in ("num_key_value_heads", "head_dim")}
+    shape |= {"hidden_size": 128, "ffn_dim": 64, "word_embed_proj_dim": 128}
+    model = AutoModelForCausalLM.from_config(kind(**shape)).eval()
+    assert not hasattr(model.config, "num_key_value_heads")
+    *_, row = evaluate(model, choices=CHOICES[:1])
+    assert row["cache"] == "k4v4" and row["q_heads"] == row["kv_heads"] == 4
 
 
 def test_an_interrupted_run_goes_on(model, result, readings):

@@ -82,6 +82,24 @@ def test_names_of_weights_that_are_refused(text, says):
         WeightChoice.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("4:skip=typo", "--weights 4:skip=typo: 'typo' names no linear layer of this Llama"),
+        ("8", "--weights 8: this LlamaForCausalLM is quantised already"),
+    ],
+)
+def test_weights_are_refused_before_a_cache_is_measured(model, readings, name, says):
+    if name == "8":
+        quantize(model := copy.deepcopy(model))
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    args = parser.parse_args(["--weights", name, "--caches", "k4v4"])
+    with pytest.raises(ValueError, match=says):
+        evaluation.measure_rows(args, (model, None, "tiny", "text"), None, (), None)
+    assert not readings.names
+
+
 def test_options_of_weights(capsys):
     def parse(*argv):
         parser = argparse.ArgumentParser()

@@ -315,6 +315,8 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
             "--needle, --tasks and --synthetic are measured with caches only: give --weights in a "
             "run of its own"
         )
+    for choice in args.weights:
+        choice.check(model)
     head_dim = head_dim_of(text_config(model))
     unfit = [c.text for c in args.caches if not fits_heads(c.name, head_dim)]
     if unfit and "caches" in getattr(args, "given", ()):

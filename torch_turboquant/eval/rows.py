@@ -25,6 +25,7 @@ from torch_turboquant.eval.report import WEIGHTS
 from torch_turboquant.eval.weights import WeightChoice
 from torch_turboquant.integrations.transformers.models import (
     head_dim_of,
+    kv_heads_of,
     layer_windows,
     text_config,
 )
@@ -55,7 +56,7 @@ def describe(model: Any, name: str, text: Tensor, settings: Settings) -> Row:
         **asdict(settings),
         "layers": config.num_hidden_layers,
         "q_heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
+        "kv_heads": kv_heads_of(config),
         "head_dim": head_dim_of(config),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "weights_digest": digest_of(model),

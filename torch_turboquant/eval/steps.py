@@ -27,7 +27,12 @@ from torch_turboquant.eval.caches import Choice
 from torch_turboquant.eval.layers import store
 from torch_turboquant.eviction import Eviction
 from torch_turboquant.integrations.transformers import TurboQuantCache
-from torch_turboquant.integrations.transformers.models import head_dim_of, text_config, with_cache
+from torch_turboquant.integrations.transformers.models import (
+    head_dim_of,
+    kv_heads_of,
+    text_config,
+    with_cache,
+)
 
 SEQUENCES, CONTEXT = 64, 8192
 ROOM = 64  # tokens behind the context that static caches have room for
@@ -90,7 +95,8 @@ class StepTimes:
     def _filled(self, cache: Cache) -> float:
         """Fills a cache, and times steps behind that."""
         config = text_config(self.model)
-        heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+        kv_heads = kv_heads_of(config)
+        heads = config.num_attention_heads, kv_heads, kv_heads
         shape = self.sequences, self.context, head_dim_of(config)
         packed = isinstance(cache, TurboQuantCache)
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch_turboquant.eval.caches import UNCOMPRESSED, Choice
 from torch_turboquant.eval.options import read_text
 from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
+from torch_turboquant.integrations.transformers.weights.pack import check_quantize
 
 _TYPES = {"grid": str, "sub": int, "group": int, "skip": str, "calibrate": Path, "tokens": int}
 
@@ -51,6 +52,17 @@ class WeightChoice:
         skip = [changes.pop("skip")] if "skip" in changes else []
         config = TurboQuantConfig(int(bits), skip=skip, **changes)
         return cls(f"w{text}", config, Choice.parse(cache or UNCOMPRESSED), options)
+
+    def check(self, model: Any) -> None:
+        """Refuses what `packed` refuses without reading a text, before caches are measured.
+
+        Raises:
+            ValueError: the model cannot be packed with these formats, or is packed already.
+        """
+        try:
+            check_quantize(model, self.config)
+        except ValueError as error:
+            raise ValueError(f"--weights {self.text.removeprefix('w')}: {error}") from error
 
     def packed(self, model: Any, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
         """A copy of the model with these weights, and what a row says of them.

@@ -67,6 +67,11 @@ def head_dim_of(config: Any) -> int:
     return found.pop() if found else layers[0].head_dim
 
 
+def kv_heads_of(config: Any) -> int:
+    """The heads of keys and values of the first layer, by the rule of the shared reader."""
+    return models.read_layers(config, slides=lambda: False)[0].kv_heads
+
+
 # Layers of transformers' caches that hold no keys and values. They are kept as they are.
 _STATES = {"LinearAttentionLayer", "DummyLayer"}
 

@@ -157,6 +157,16 @@ def quantize(
     return rows
 
 
+def check_quantize(model: nn.Module, config: TurboQuantConfig) -> None:
+    """Refuses what `quantize` refuses about model and config, without packing anything.
+
+    Raises:
+        TypeError, ValueError: as quantize.
+    """
+    _check_model(model, config)
+    choose(model, config.weight_format(), config.layer_formats(), config.skip)
+
+
 def _check_model(model: Any, config: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"quantize: model must be a model of transformers, got {_kind(model)}")
