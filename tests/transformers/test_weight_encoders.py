@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
+from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -114,6 +115,58 @@ def test_the_command_keeps_the_class(folder, tmp_path, capsys, with_text):
     model = AutoModel.from_pretrained(out)
     assert type(model) is BertModel and len(packed_names(model)) == LAYERS
     assert 0 < relative_error(hidden(model), hidden(make())) < 1e-3
+
+
+VISION = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+          "num_attention_heads": 2, "image_size": 16, "patch_size": 8}  # fmt: skip
+GEMMA = {**SHAPE, "num_key_value_heads": 2, "head_dim": 32}
+
+
+def git_with_pictures():
+    return transformers.GitForCausalLM(transformers.GitConfig(**SHAPE, vision_config=VISION))
+
+
+def idefics_with_pictures():
+    vision = {"embed_dim": 64, **VISION}
+    config = transformers.IdeficsConfig(
+        **SHAPE, num_layers=1, vision_config=vision, use_resampler=False, additional_vocab_size=0
+    )
+    return transformers.IdeficsForVisionText2Text(config)
+
+
+def gemma_with_pictures():
+    """Both halves of the model are for text; the encoder has a tower beside its half."""
+    vision = {"model_type": "siglip_vision_model", **VISION}
+    config = transformers.T5Gemma2Config(
+        encoder={"text_config": GEMMA, "vision_config": vision, "image_token_index": 63},
+        decoder=GEMMA, image_token_index=63, eoi_token_index=62,
+    )  # fmt: skip
+    return transformers.T5Gemma2ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    ("made", "tower", "packed"),
+    [
+        (git_with_pictures, "git.image_encoder.", "git.encoder.layer.0.attention.self.query"),
+        (idefics_with_pictures, "model.vision_model.", "model.layers.0.self_attn.q_proj"),
+        (
+            gemma_with_pictures,
+            "model.encoder.vision_tower.",
+            "model.encoder.text_model.layers.0.self_attn.q_proj",
+        ),
+    ],
+)
+def test_towers_that_the_configuration_does_not_tell_apart(made, tower, packed):
+    """No configuration of these models is the language model's alone."""
+    if made is gemma_with_pictures and not hasattr(transformers, "T5Gemma2Config"):
+        pytest.skip("transformers has no such model yet")
+    model = made()
+    quantize(model)
+    names = packed_names(model)
+    assert packed in names and not [name for name in names if name.startswith(tower)]
+    left = model.config.quantization_config.left_alone
+    linear = {n for n, m in model.named_modules() if n.startswith(tower) and type(m) is nn.Linear}
+    assert linear and {left[name] for name in linear} == {"it belongs to no language model"}
 
 
 def test_a_classifier_keeps_its_head(tmp_path):

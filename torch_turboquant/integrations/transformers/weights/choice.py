@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from torch_turboquant.format import WEIGHT_ROWS
@@ -26,6 +27,8 @@ from torch_turboquant.weights import WeightFormat
 EMBEDDING = "it is an embedding"
 ASKED = "skip names it"
 ROUTER = "it routes tokens to experts"
+_SENSES = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+_TEXT = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
 
 def choose(
@@ -218,16 +221,39 @@ def _tied_to(model: nn.Module, weight: str) -> str | None:
 
 
 def _in_language_model(model: nn.Module, name: str) -> bool:
-    """Models for pictures or sounds have a configuration of their own for the language model."""
-    config = getattr(model, "config", None)
-    if config is None or config.is_encoder_decoder:
-        return True
-    if config.get_text_config(decoder=True) is config:
+    """Whether a layer belongs to a model for text, and not to one for pictures or sounds.
+
+    Models for several of them have a configuration of their own for the language model. A part
+    may be such a model too, and some parts are known only by what their forward takes.
+    """
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        above: Any = model.get_submodule(".".join(parts[:depth]))
+        if isinstance(above, PreTrainedModel) and not _in_its_text_model(
+            above, ".".join(parts[depth:])
+        ):
+            return False
+        if depth and _reads_no_text(type(above)) and not _reads_no_text(type(model)):
+            return False
+    return True
+
+
+def _in_its_text_model(model: Any, name: str) -> bool:
+    """The same for the parts that a model's configuration names."""
+    config = model.config
+    if config.is_encoder_decoder or config.get_text_config(decoder=True) is config:
         return True
     decoder = model.get_decoder()
     inside = next((n for n, module in model.named_modules() if module is decoder), "")
     head = model.get_output_embeddings()
     return name.startswith(f"{inside}.") or model.get_submodule(name) is head
+
+
+@cache
+def _reads_no_text(kind: type[nn.Module]) -> bool:
+    """Whether a module takes pictures or sounds, and neither tokens nor embeddings of tokens."""
+    taken = inspect.signature(kind.forward).parameters
+    return not taken.keys().isdisjoint(_SENSES) and taken.keys().isdisjoint(_TEXT)
 
 
 def _routes(model: nn.Module, name: str) -> bool:
