@@ -22,9 +22,16 @@ class Moments:
     Args:
         model: whose forwards are counted from now on, until `close`.
         names: of the layers.
+        alone: those of them that get sums of their own.
+
+    Attributes:
+        mixed: layers whose sums are wrong, as they got an input with one layer at first and another
+            input, or the same with another layer, later. Count again with these in `alone`.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, names: Iterable[str], alone: Iterable[str] = ()) -> None:
+        self.mixed: set[str] = set()
+        self._alone = set(alone)
         self._sums: dict[str, Tensor] = {}  # by the first layer that gets an input
         self._first: dict[str, str] = {}  # layer -> the first layer that gets the same input
         self._tokens: dict[str, int] = {}
@@ -38,11 +45,12 @@ class Moments:
         def note(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             x = inputs[0] if inputs else named["input"]
             first = name
-            if self._last is not None and self._last[1] is x:
-                first = self._last[0]
-            self._last = (first, x)
+            if name not in self._alone:
+                if self._last is not None and self._last[1] is x:
+                    first = self._last[0]
+                self._last = (first, x)
             if self._first.setdefault(name, first) != first:
-                raise ValueError(f"{name} shares its input with {first} in some forwards only")
+                self.mixed.add(name)
             if first == name:
                 self._add(name, x.reshape(-1, x.shape[-1]).float())
 
@@ -103,6 +111,27 @@ def read(model: nn.Module, ids: Tensor) -> Any:
     return model(**given)
 
 
+def _counted(
+    model: nn.Module, names: list[str], sequences: Sequence[Tensor], what: str, alone: set[str]
+) -> Moments:
+    """The sums of a reading, which ends early if layers need sums of their own."""
+    counted = Moments(model, names, alone)
+    was_training = model.training
+    model.eval()
+    try:
+        for ids in logging.tqdm(sequences, desc=what):
+            read(model, ids)
+            counted.forget_input()
+            if counted.mixed:
+                break
+    except BaseException:
+        counted.close()
+        raise
+    finally:
+        model.train(was_training)
+    return counted
+
+
 @torch.no_grad()
 def second_moments(
     model: nn.Module, names: Iterable[str], sequences: Sequence[Tensor], what: str = "Calibrating"
@@ -119,16 +148,13 @@ def second_moments(
         ValueError: a layer was never called, or its input is not finite.
     """
     names = list(names)
-    counted = Moments(model, names)
-    was_training = model.training
-    model.eval()
-    try:
-        for ids in logging.tqdm(sequences, desc=what):
-            read(model, ids)
-            counted.forget_input()
-    finally:
-        model.train(was_training)
+    alone: set[str] = set()
+    while True:
+        counted = _counted(model, names, sequences, what, alone)
         found = counted.close()
+        if not counted.mixed:
+            break
+        alone |= counted.mixed
     _check(names, found)
     return {name: found[name] for name in names}
 
