@@ -47,6 +47,34 @@ def test_moments_are_those_of_the_inputs():
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
+class Twice(nn.Module):
+    """Calls one layer with the input of another, and then with an input of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(64, 64) for _ in range(3))
+        self.table = nn.Embedding(96, 64)
+        self.device = torch.device("cpu")
+
+    def forward(self, input_ids):
+        x = self.table(input_ids)
+        y = self.one(x)
+        return self.two(x) + self.three(x) + self.two(y) + self.three(y)
+
+
+def test_moments_of_layers_that_are_called_twice():
+    torch.manual_seed(0)
+    model = Twice()
+    found = second_moments(model, ["one", "two", "three"], [TEXT[:100], TEXT[100:200]])
+    x = model.table(TEXT[:200])
+    y = model.one(x)
+    torch.testing.assert_close(found["one"], x.T @ x / 200)
+    both = (x.T @ x + y.T @ y) / 400
+    torch.testing.assert_close(found["two"], both)
+    torch.testing.assert_close(found["three"], both)
+    assert not any(m._forward_pre_hooks for m in model.modules())
+
+
 def test_text_is_read_in_passes():
     model = make()
     names = [n for n, m in model.named_modules() if type(m) is nn.Linear]
@@ -257,6 +285,39 @@ def test_models_with_an_encoder_read_a_text():
     for kind in (transformers.DebertaV2Model, transformers.BertForMaskedLM):
         model = kind(kind.config_class(**shape)).eval()
         assert {row.name for row in quantize(model, text=TEXT)} == set(packed_layers(model))
+
+
+CANINE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
+          "num_attention_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+PROPHET = {"hidden_size": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 96,
+           "num_encoder_layers": 1, "num_decoder_layers": 1, "num_encoder_attention_heads": 2,
+           "num_decoder_attention_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+LED = {"d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 96,
+       "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+       "decoder_attention_heads": 2, "max_encoder_position_embeddings": 512,
+       "max_decoder_position_embeddings": 128, "attention_window": 32}  # fmt: skip
+XLNET = {"d_model": 64, "n_layer": 1, "n_head": 2, "d_inner": 64, "vocab_size": 96}
+MPT = {"d_model": 64, "n_heads": 2, "n_layers": 1, "vocab_size": 96, "max_seq_len": 128}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "options", "length"),
+    [
+        ("CanineModel", "CanineConfig", CANINE, 128),  # no table of tokens
+        # learned positions, of which one is padding's, and one more is needed to predict two tokens
+        ("ProphetNetForConditionalGeneration", "ProphetNetConfig", PROPHET, 126),
+        ("LEDForConditionalGeneration", "LEDConfig", LED, 128),
+        ("XLNetLMHeadModel", "XLNetConfig", XLNET, 700),  # no last position
+        ("MptForCausalLM", "MptConfig", MPT, 128),
+    ],
+)
+def test_as_many_tokens_as_a_model_has_positions(kind, config, options, length):
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**options)).eval()
+    skip = ["*_global"] if kind.startswith("LED") else []
+    rows = quantize(model, TurboQuantConfig(skip=skip), text=TEXT)
+    record = model.config.quantization_config.calibration
+    assert rows and record["tokens"] == record["sequences"] * length
 
 
 def test_models_that_read_no_text():

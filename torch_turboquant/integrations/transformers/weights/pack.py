@@ -52,6 +52,13 @@ from torch_turboquant.models import Fields, text_config
 from torch_turboquant.weight_calibration import channel_scales, encode_calibrated
 from torch_turboquant.weights import PackedLinear, WeightFormat, encode_weight
 
+_POSITIONS = (
+    "max_position_embeddings",
+    "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+    "max_seq_len",
+)
+"""Names of the number of positions in configurations."""
 TOKENS = 16384
 """Of a text that are read."""
 LENGTH = 2048
@@ -316,7 +323,7 @@ def _sequences(model: nn.Module, text: Any, tokenizer: Any, tokens: int) -> list
         )
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"token ids are {ids.dtype}, expected int64")
-    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    known = _known_tokens(model)
     if ids.min() < 0 or (known is not None and ids.max() >= known):
         raise ValueError(
             f"the text has token ids from {ids.min()} to {ids.max()}, and the model knows {known} "
@@ -326,9 +333,22 @@ def _sequences(model: nn.Module, text: Any, tokenizer: Any, tokens: int) -> list
     return list(ids[: len(ids) // length * length].view(-1, length))
 
 
+def _known_tokens(model: nn.Module) -> int | None:
+    """How many tokens a model knows; None: it has no table of tokens, as CANINE."""
+    try:
+        return getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:
+        return None
+
+
 def _positions(model: nn.Module) -> int:
     """The longest sequence that a model can read."""
-    longest = int(Fields(text_config(model.config)).get("max_position_embeddings") or LENGTH)
+    fields = Fields(text_config(model.config))
+    named = [fields.get(name) for name in _POSITIONS]
+    # XLNet says -1, as it has no last position
+    longest = min([int(n) for n in named if n is not None and n > 0], default=LENGTH)
+    if fields.get("ngram"):  # ProphetNet predicts more than one token, at positions of their own
+        longest -= 1
     for name, module in model.named_modules():
         # RoBERTa and its like begin to count behind the place of padding
         if (
