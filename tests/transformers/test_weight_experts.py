@@ -95,6 +95,19 @@ def test_a_model_that_fills_missing_weights_of_experts_from_above(folder):
     assert torch.equal(logits(again), logits(model))
 
 
+def test_layers_beside_experts_are_packed():
+    """Only the router is left alone, whatever else stands beside the experts."""
+    model = make("nemotron_h", moe_latent_size=64)
+    quantize(model)
+    layer = model.model.layers[2].mixer
+    assert isinstance(layer.experts, PackedExperts)
+    assert isinstance(layer.fc1_latent_proj, PackedLinear)
+    assert isinstance(layer.fc2_latent_proj, PackedLinear)
+    reasons = model.config.quantization_config.left_alone
+    assert reasons["model.layers.2.mixer.gate"] == "it routes tokens to experts"
+    assert logits(model).isfinite().all()
+
+
 class ByHand(nn.Module):
     """Experts of transformers with a packed linear layer for each."""
 

@@ -257,11 +257,25 @@ def _reads_no_text(kind: type[nn.Module]) -> bool:
 
 
 def _routes(model: nn.Module, name: str) -> bool:
-    """Whether this is a router: named so, or a layer beside experts."""
-    parent, _, _ = name.rpartition(".")
-    return "router" in name.split(".") or "experts" in dict(
-        model.get_submodule(parent).named_children()
-    )
+    """Whether this is a router: named so, or a gate beside experts, with an output for each or one.
+
+    Other layers stand beside experts too, such as those that make their inputs smaller.
+    """
+    if "router" in name.split("."):
+        return True
+    parent, _, own = name.rpartition(".")
+    experts = dict(model.get_submodule(parent).named_children()).get("experts")
+    if experts is None:
+        return False
+    outputs = {p.shape[0] for p in model.get_submodule(name).parameters(recurse=False)}
+    return own == "gate" or not outputs.isdisjoint({1, _number_of(experts)})
+
+
+def _number_of(experts: nn.Module) -> int | None:
+    """How many experts a module has; None if it does not say."""
+    if isinstance(experts, nn.ModuleList):
+        return len(experts)
+    return next((p.shape[0] for p in experts.parameters(recurse=False) if p.dim() == 3), None)
 
 
 def _reader(model: nn.Module, name: str) -> str | None:
