@@ -187,6 +187,11 @@ def test_bits_go_to_the_layer_whose_errors_cost_most(dear, monkeypatch):
     assert sum(row.form.bits == 8 for row in rows if row.name.endswith("up_proj")) == 1
 
 
+def test_a_budget_keeps_the_group():
+    rows = quantize(make(), TurboQuantConfig(group=64), text=TEXT, budget=6.5)
+    assert {(row.form.bits, row.form.group) for row in rows} == {(4, 64), (8, 64)}
+
+
 def test_under_a_budget(folder):
     model = make(dtype=torch.float32)
     dense = copy.deepcopy(model)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.transformers.weights import TEXT, load, logits, make, packed_layers
-from torch_turboquant import PackedLinear
+from torch_turboquant import PackedLinear, WeightFormat
 from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
 from torch_turboquant.integrations.transformers.weights.quantizer import NEEDS
 
@@ -40,6 +40,20 @@ from torch_turboquant.integrations.transformers.weights.quantizer import NEEDS
 def test_configurations_that_are_refused(options, says):
     with pytest.raises((TypeError, ValueError), match=says):
         TurboQuantConfig(**options)
+
+
+def test_changes_of_layers_keep_the_rest():
+    """Only other bits have another grid and other multipliers."""
+    config = TurboQuantConfig(
+        4, "uniform", 0, 64, layers={"a": {"bits": 8}, "b": {"bits": 4}, "c": {"sub": 32}}
+    )
+    assert config.layer_formats() == {
+        "a": WeightFormat(8, group=64),
+        "b": WeightFormat(4, "uniform", 0, 64),
+        "c": WeightFormat(4, "uniform", 32, 64),
+    }
+    other = TurboQuantConfig(group=64, layers={"a": {"bits": 8, "group": None}})
+    assert other.layer_formats() == {"a": WeightFormat(8)}
 
 
 def test_nothing_to_skip():

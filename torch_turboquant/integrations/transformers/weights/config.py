@@ -28,7 +28,8 @@ class TurboQuantConfig(QuantizationConfigMixin):
         bits, grid, sub, group: of WeightFormat; None: its defaults.
         skip: names of linear layers that stay as they are, or patterns of names ("*.down_proj").
         layers: changes of these four for some layers, by name or pattern: {"lm_head": {"bits": 8}}.
-            The first pattern that fits a layer counts.
+            The first pattern that fits a layer counts. What a change does not name stays as it is,
+            but other bits have their own grid and sub.
         record: what a saved model says of itself; no argument of users.
 
     Attributes:
@@ -87,7 +88,9 @@ class TurboQuantConfig(QuantizationConfigMixin):
                     f"layers[{pattern!r}] changes {', '.join(sorted(unknown))}; it can change "
                     f"{', '.join(_FIELDS)}"
                 )
-            base = {} if "bits" in changes else asdict(self.weight_format())
+            base = asdict(self.weight_format())
+            if changes.get("bits", self.bits) != self.bits:  # whose grid and sub are its own
+                base = {"group": self.group}
             found[pattern] = WeightFormat(**{**base, **changes})
         return found
 

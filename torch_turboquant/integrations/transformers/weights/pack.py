@@ -136,7 +136,7 @@ def quantize(
         for name in logging.tqdm(names, desc="Packing weights"):
             forms = [packed[name]]
             if budget is not None and packed[name].bits < 8 and not names_layer(named, name):
-                forms.append(WeightFormat(bits=8))
+                forms.append(WeightFormat(bits=8, group=packed[name].group))
             candidates[name] = [_pack(model, name, form, moments.get(name)) for form in forms]
     chosen = {name: found[0] for name, found in candidates.items()}
     if budget is not None and sequences is not None:
