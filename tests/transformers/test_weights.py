@@ -226,6 +226,22 @@ def test_a_weight_that_a_class_far_above_reads(folder):
     assert logits(packed).isfinite().all()
 
 
+def test_blocks_that_are_tied_to_each_other_are_a_surprise():
+    """Nobody expects them to stay as they are; a head that is tied to the embedding is no news."""
+    config = transformers.ZambaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=4,
+        layers_block_type=["linear_attention", "hybrid"] * 2, n_mamba_heads=2, mamba_d_state=8,
+        num_attention_heads=2, num_key_value_heads=2, attention_head_dim=64,
+        attention_hidden_size=128, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.ZambaForCausalLM(config)
+    _, left = choice.choose(model, WeightFormat(), {}, ())
+    surprises = choice.unexpected(left)
+    name = "model.layers.{}.shared_transf.self_attn.q_proj"
+    assert surprises[name.format(1)] == f"its weight is tied to {name.format(3)}.weight"
+    assert left["lm_head"].startswith("its weight is tied to") and "lm_head" not in surprises
+
+
 def test_a_tied_head_stays(folder):
     packed = load(folder(make("gemma")), TurboQuantConfig())
     left = packed.config.quantization_config.left_alone

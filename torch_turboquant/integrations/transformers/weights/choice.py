@@ -27,6 +27,7 @@ from torch_turboquant.weights import WeightFormat
 EMBEDDING = "it is an embedding"
 ASKED = "skip names it"
 ROUTER = "it routes tokens to experts"
+TIED = "its weight is tied to"
 _SENSES = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 _TEXT = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
@@ -135,8 +136,9 @@ def unexpected(left: Mapping[str, str]) -> dict[str, str]:
 
     That is embeddings, heads tied to them, routers, and what skip names.
     """
-    expected = (EMBEDDING, ASKED, ROUTER)
-    return {n: r for n, r in left.items() if r not in expected and "is tied" not in r}
+    embeddings = {f"{TIED} {name}.weight" for name, r in left.items() if r == EMBEDDING}
+    expected = {EMBEDDING, ASKED, ROUTER, *embeddings}
+    return {name: r for name, r in left.items() if r not in expected}
 
 
 # ---- reasons
@@ -159,7 +161,7 @@ def _reason(model: nn.Module, name: str, module: nn.Module, skip: list[str]) -> 
     if names_layer(skip, name):
         return ASKED
     if partner := _tied_to(model, f"{name}.weight"):
-        return f"its weight is tied to {partner}"
+        return f"{TIED} {partner}"
     if not _in_language_model(model, name):
         return "it belongs to no language model"
     if _routes(model, name):
