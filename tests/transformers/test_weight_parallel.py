@@ -53,6 +53,7 @@ def test_two_processes(tmp_path):
             whole = [own.q_proj.weight.nbytes, own.o_proj.weight.nbytes]
             assert found[f"{name} bytes"] == [size // 2 for size in whole]
         assert torch.equal(found["loading"], found["packed"])
+        assert "cannot be made plain: load the model in one process" in found["plain"]
         assert "none" == found["odd, skipped"]
         says = (
             "down_proj is packed and cannot be cut for 2 processes: it has 384 inputs, which must"

@@ -193,6 +193,18 @@ def test_a_packed_model_is_not_packed_again(folder):
     assert type(part.lm_head) is nn.Linear
 
 
+def test_a_model_that_processes_share_is_not_made_plain():
+    model = make()
+    quantize(model)
+    model._tp_size = 2  # as transformers notes it
+    with pytest.raises(ValueError, match=r"processes share .* cannot be made plain: load"):
+        model.dequantize()
+    assert packed_layers(model) and model.hf_quantizer is not None
+    model._tp_size = None
+    model.dequantize()
+    assert not packed_layers(model)
+
+
 def test_disk(folder):
     pytest.importorskip("accelerate")
     path = folder(make())

@@ -42,6 +42,10 @@ def main():
             p.to_local().nbytes for p in (attention.q_proj.weight, attention.o_proj.weight)
         ]
     loaded["packed"].save_pretrained(FOLDER / "saved")
+    try:
+        loaded["packed"].dequantize()
+    except ValueError as error:
+        found["plain"] = str(error)
     skip = ["*.down_proj", "*.o_proj"]
     found["odd"] = refusal("odd", quantization_config=TurboQuantConfig(4))
     found["odd, skipped"] = refusal("odd", quantization_config=TurboQuantConfig(4, skip=skip))

@@ -274,6 +274,11 @@ class TurboQuantHfQuantizer(HfQuantizer):
 
     @lasting()
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        if is_distributed(model):
+            raise ValueError(
+                "packed layers that processes share (tensor parallelism) cannot be made plain: "
+                "load the model in one process, and call dequantize there"
+            )
         # a name, where transformers takes the dtype from a configuration that has been saved
         target = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
         if model.dtype != target:  # else layers of two dtypes would follow each other
