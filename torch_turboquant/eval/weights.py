@@ -62,7 +62,8 @@ class WeightChoice:
         try:
             check_quantize(model, self.config)
         except ValueError as error:
-            raise ValueError(f"--weights {self.text.removeprefix('w')}: {error}") from error
+            asked = self.text.removeprefix("w")
+            raise ValueError(f"this model cannot have --weights {asked}: {error}") from error
 
     def packed(self, model: Any, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
         """A copy of the model with these weights, and what a row says of them.

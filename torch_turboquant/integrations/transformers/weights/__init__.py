@@ -6,9 +6,9 @@
 
     quantize(model, text=text, tokenizer=tokenizer)         # a model that is loaded
 
-config: TurboQuantConfig. choice: which layers are packed. quantizer: what transformers calls. pack:
-`quantize`. moments: what it learns from a text. budget: which layers get more bits. report: what
-was done to each layer.
+config: TurboQuantConfig. choice: which layers are packed. quantizer: what transformers calls.
+conversions: layers that share a tensor of a file. pack: `quantize`. moments: what it learns from a
+text. budget: which layers get more bits. report: what was done to each layer.
 
 transformers finds config and quantizer in its dictionaries of methods, where they are entered once.
 """
