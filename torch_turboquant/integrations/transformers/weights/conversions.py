@@ -14,7 +14,6 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     ConversionOps,
-    PrefixChange,
     WeightConverter,
     WeightTransform,
 )
@@ -149,7 +148,7 @@ def conversions_to_save(model: nn.Module) -> list[WeightTransform]:
     found: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
     if found is None:  # the model was not loaded from files
         every = get_model_conversion_mapping(model, add_legacy=False)
-        found = [one for one in every if not isinstance(one, PrefixChange)]
+        found = [one for one in every if type(one).__name__ != "PrefixChange"]  # 5.5 has none
     return found
 
 
@@ -177,9 +176,11 @@ def joined_with(
 
 def _back(conversion: WeightTransform) -> WeightTransform:
     """The names of a conversion for saving, without its operations: some have no way back."""
-    back = WeightTransform(
-        list(conversion._original_target_patterns), list(conversion._original_source_patterns)
+    targets, sources = (
+        list(getattr(conversion, f"_original_{name}", getattr(conversion, name)))  # 5.5 has one
+        for name in ("target_patterns", "source_patterns")
     )
+    back = WeightTransform(targets, sources)
     for scope in ("scope_prefix", "base_model_prefix"):
         if hasattr(conversion, scope):
             setattr(back, scope, getattr(conversion, scope))
