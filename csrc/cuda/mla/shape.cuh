@@ -182,8 +182,8 @@ struct Plan {
   float* parts;                  // [grid, kParts, ROWS, kPart]
   uint32_t* arrivals;            // [grid], 0 between launches
   SharedBy* segments;            // [numbers of segments], where another kernel joins all parts; else null
-  LongSegment* long_segments;    // [num_long]: element i is the one whose first block is one of most_parts from
-                                 // i * most_parts on, for it has more parts than that
+  LongSegment* long_segments;    // [num_long]: element i is the one that begins in the most_parts blocks from
+                                 // i * most_parts on: no two do, because each has more parts than that
   int most_parts, num_long;
   int row_blocks;  // of each sequence, in numbers of segments; 0: numbers follow the tokens
 
