@@ -113,8 +113,8 @@ def read(model: nn.Module, ids: Tensor) -> Any:
 
 def _counted(
     model: nn.Module, names: list[str], sequences: Sequence[Tensor], what: str, alone: set[str]
-) -> Moments:
-    """The sums of a reading, which ends early if layers need sums of their own."""
+) -> tuple[dict[str, Tensor], set[str]]:
+    """What a reading found, and which layers need sums of their own: if any, it ended early."""
     counted = Moments(model, names, alone)
     was_training = model.training
     model.eval()
@@ -124,12 +124,10 @@ def _counted(
             counted.forget_input()
             if counted.mixed:
                 break
-    except BaseException:
-        counted.close()
-        raise
     finally:
         model.train(was_training)
-    return counted
+        found = counted.close()
+    return found, counted.mixed
 
 
 @torch.no_grad()
@@ -150,11 +148,10 @@ def second_moments(
     names = list(names)
     alone: set[str] = set()
     while True:
-        counted = _counted(model, names, sequences, what, alone)
-        found = counted.close()
-        if not counted.mixed:
+        found, mixed = _counted(model, names, sequences, what, alone)
+        if not mixed:
             break
-        alone |= counted.mixed
+        alone |= mixed
     _check(names, found)
     return {name: found[name] for name in names}
 
