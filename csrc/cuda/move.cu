@@ -28,7 +28,7 @@ constexpr int kWarps = 8;  // of a block
 // Pairs of a warp: as few as occupy the device, and not more than these. Where only some of many tokens move, most
 // warps find that out and end.
 constexpr int kMostPairs = 16;
-constexpr int kOccupying = 32;  // warps of a multiprocessor
+constexpr int kOccupying = 32;  // warps that occupy a multiprocessor
 
 // Puts a token's row of fragments into its value block, byte by byte: other tokens own the rest of each word.
 __device__ __forceinline__ void put_fragments(const uint32_t* row, const Token& to, const RecordLayout& r, int lane) {

@@ -44,12 +44,12 @@ constexpr int kImageRows = 8;       // that a block prepares: the columns of a c
 constexpr int kJoinWarps = 8;       // of a block of the kernel that joins parts
 constexpr int kMostJoinBlocks = 8;  // that join a row in it, a cluster
 constexpr int kFewParts = 8;        // that a warp of the kernel that joins parts adds up in a moment
-constexpr int kMostOfWarp = 16;     // parts, where few have more; those are added up by several warps
+constexpr int kMostOfWarp = 16;     // parts that a warp adds up where few segments have more, which get several warps
 constexpr int kExactPerUnit = 8;    // exact keys that take as long as a unit of codes, if there are some 70 of them
 
 // What units of a kernel cost (attention/schedule.cuh), where the end of a segment takes as long as `end` of them.
 constexpr UnitCosts costs_of_units(int end) { return {2, 1, end}; }
-constexpr int kMostOfEnd = 16;  // units
+constexpr int kMostOfEnd = 16;  // no kernel's end of a segment takes longer
 
 constexpr int kReadBarrier = 4;  // a named barrier, of all threads; those of roles have smaller numbers
 
