@@ -410,8 +410,7 @@ inline int64_t check_dense_vectors(const Tensor& packed, const Tensor& scale, co
 
 inline void check_group(int64_t d, int64_t group, int64_t bits) {
   STD_TORCH_CHECK(group == 32 || group == 64, "group is ", group, ", supported: 32, 64");
-  const format::Width width = format::as_width(bits);
-  STD_TORCH_CHECK(width == format::Width::k2 || width == format::Width::k4, "bits is ", bits, ", supported: 2, 4");
+  STD_TORCH_CHECK(bits == 2 || bits == 4, "bits is ", bits, ", supported: 2, 4");
   STD_TORCH_CHECK(d >= group && d % group == 0, "d is ", d, ", supported: multiples of the group of ", group);
   check_row_codes(d);
 }

@@ -148,6 +148,7 @@ GROUP_ENCODE = {"x": floats(3, D), "group": 32, "bits": 4}
 GROUP_BAD = [
     Bad({"group": 16}, ValueError, "group is 16, supported: 32, 64"),
     Bad({"bits": 3}, ValueError, "bits is 3, supported: 2, 4"),
+    Bad({"bits": 2**32 + 2}, ValueError, "bits is 4294967298, supported: 2, 4"),
 ]
 GROUP_ENCODE_BAD = [
     *GROUP_BAD,
