@@ -68,7 +68,7 @@ class KeyTilesBlock {
       if (exact < to) attend_exact(segment, exact, to);
       finish(segment, from, to);
       if (to == notes.end) return;
-      list_.seek(list_.notes().attended, to);
+      list_.next_segment();
     }
   }
 
@@ -80,7 +80,7 @@ class KeyTilesBlock {
         init_barrier(block_.arrived(i), 1), init_barrier(block_.freed(i), kGroupWarps);
       }
       for (int i = 0; i < kWeightBuffers; ++i) {
-        init_barrier(block_.weighed(i), kWarpgroup), init_barrier(block_.summed(i), kGroupWarps);
+        init_barrier(block_.weighed(i), kWarpgroup), init_barrier(block_.weights_read(i), kGroupWarps);
         block_.vote(i) = ~0u;
       }
       init_barrier(block_.voted(), kGroupWarps);

@@ -73,21 +73,13 @@ class SplitKvBlock {
       unit = attend_units(segment, unit);
       finish_segment(segment, max(list_.notes().begin, segment.begin), list_.stop());
       if (list_.stop() == list_.notes().end) return;
-      next_segment();
+      list_.next_segment();
       if (segment.begin >= list_.notes().end) return;
       rows_.issue_copies(segment);
     }
   }
 
  private:
-  __device__ __forceinline__ void next_segment() const {
-    Segment segment = list_.notes().attended;
-    list_.seek(segment, list_.stop());
-    __syncwarp();
-    if (block_.lane == 0) list_.notes().attended = segment;
-    __syncwarp();
-  }
-
   // ---- The start of a launch
 
   // Prefetches the signs. Into L2 and not L1, because the previous kernel may still be writing them.

@@ -20,6 +20,14 @@ class WorkList {
   __device__ __forceinline__ void seek(Segment& segment, int unit) const {
     segment.template seek<ROWS, COSTS.least_exact>(block_.call, block_.layout.exact_per_unit, notes().cut.gap, unit);
   }
+  // Moves the warp on to the segment behind the attended one. All lanes seek it, in registers, and one notes it.
+  __device__ __forceinline__ void next_segment() const {
+    Segment segment = notes().attended;
+    seek(segment, stop());
+    __syncwarp();
+    if (block_.lane == 0) notes().attended = segment;
+    __syncwarp();
+  }
 
   // Finds the block's share of the list and writes it into the notes of all warps; false: the share is the known one.
   // Only the first warp computes it, because the divisions of eight warps would wait for each other; the others
