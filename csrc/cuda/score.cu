@@ -49,7 +49,7 @@ void launch_general(ScoreArguments& a, int64_t batch, const Launch& launch, cons
     const int most = device.shared_per_block - kReservedSharedBytes;
     STD_TORCH_CHECK(bytes <= most, "scores of d = ", a.d, " and sketches of ", a.m, " bits take ", bytes,
                     " bytes of shared memory, supported on this device: ", most);
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "score");
+    allow_shared_memory(reinterpret_cast<const void*>(kernel), current_device().index, bytes);
   }
 
   a.query_blocks = (a.queries + 2 * PAIRS - 1) / (2 * PAIRS);

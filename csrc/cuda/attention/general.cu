@@ -25,6 +25,7 @@
 #include <algorithm>
 
 #include "cuda/attention/general/kernel.cuh"
+#include "cuda/common/device_facts.cuh"
 #include "cuda/common/torch.cuh"
 
 namespace turboquant::cuda {
@@ -40,7 +41,7 @@ bool launch_shape(const Attention& a, Arguments& x, int most_shared, cudaStream_
   const int bytes = SharedMemory<S>::bytes(x.layout.head_dim, S::kKeys / tile_tokens * x.layout.tile_bytes);
   if (bytes > most_shared) return false;
   const auto kernel = general::general_kernel<S>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "paged_attention");
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), current_device().index, bytes);
   const int64_t rows = int64_t{a.max_q_len} * a.group;
   x.row_blocks = static_cast<int>((rows + S::kRows - 1) / S::kRows);
   x.work_blocks = num_blocks(int64_t{x.row_blocks} * a.kv_heads * a.seqs, 1);

@@ -7,8 +7,6 @@
 #include "cuda/codec/encode_bulk.cuh"
 #include "cuda/codec/encode_bulk_stores.cuh"
 
-#include <atomic>
-
 #include "choices/codec.h"
 #include "cuda/codec/bulk.cuh"
 #include "cuda/common/device_facts.cuh"
@@ -234,8 +232,6 @@ __global__ void __launch_bounds__(32 * choices::kMostWarps, 1)
 
 // ---- Host side ------------------------------------------------------------------------------------------------------
 
-constexpr int kMostDevices = 64;
-
 template <typename Traits, typename T, Rounding ROUNDING>
 void launch(const EncodeArguments& a, cudaStream_t stream) {
   constexpr bool SEARCH = ROUNDING == Rounding::kSearch;
@@ -243,12 +239,7 @@ void launch(const EncodeArguments& a, cudaStream_t stream) {
   const int warps = choices::encode_warps(Traits::kDim, SEARCH, a.sources, device.facts);
   const int bytes = choices::encode_shared_bytes(Traits::kDim, SEARCH, a.sources, warps);
   const auto kernel = encode_bulk_kernel<Traits, T, ROUNDING>;
-  static std::atomic<int> allowed[kMostDevices];  // the shared memory that earlier launches opted in to
-  if (device.index >= kMostDevices || allowed[device.index].load() < bytes) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-               "cudaFuncSetAttribute");
-    if (device.index < kMostDevices) allowed[device.index].store(bytes);
-  }
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), device.index, bytes);
   kernel<<<static_cast<unsigned>(device.facts.multiprocessors), 32 * warps, bytes, stream>>>(a);
 }
 
