@@ -107,6 +107,7 @@ __global__ void __launch_bounds__(kMostThreads)
     } else {
       // The 16 tokens of a whole value block are put together before they are stored; otherwise every token stores the
       // bytes that it owns.
+      __syncthreads();  // tokens[0] is there for all warps
       const bool together = to.tile && to.tile == tokens[0].tile && to.number == tokens[0].number + mine;
       if (to.tile && lane == 0) *to.value_scale(layout) = scale;
       if (__syncthreads_and(together && count == kBlockTokens && tokens[0].number % kBlockTokens == 0)) {
@@ -138,7 +139,7 @@ void launch_encode_any(const EncodeArguments& a, format::Split split, cudaStream
     // multiprocessors. Where tables are filled, each of these has a multiprocessor of its own, and more threads.
     constexpr bool kTable = Shape::kInRegisters;
     const bool few = kTable ? vectors * a.sources <= kBlockTokens * multiprocessors : vectors < choices::kFewVectors;
-    const int wanted = !few ? kBlockTokens : kTable ? num_blocks(vectors * a.sources, multiprocessors) : 4;
+    const int64_t wanted = !few ? kBlockTokens : kTable ? divide_up(vectors * a.sources, multiprocessors) : 4;
     const int stride = vector_words<Shape>(shape.d, a.packed), table = kTable ? CandidateTable::room(shape.d) : 0;
     const int count = times_in_block(stride, wanted, table);
     const int image = !a.packed && count == kBlockTokens ? a.layout.value_block_bytes : 0;
@@ -146,7 +147,7 @@ void launch_encode_any(const EncodeArguments& a, format::Split split, cudaStream
     // A block that encodes several times fills its tables once, so there are not many more than fit at once.
     const int64_t blocks = multiprocessors * (kTable ? kMostThreads : 4 * kMostThreads) / threads;
     const dim3 grid(static_cast<unsigned>(
-                        std::clamp<int64_t>(blocks / (a.sources * heads), 1, num_blocks(a.tokens, count))),
+                        std::clamp<int64_t>(blocks / (a.sources * heads), 1, divide_up(a.tokens, count))),
                     static_cast<unsigned>(heads), static_cast<unsigned>(a.sources));
     encode_any_kernel<<<grid, threads, 4 * (table + count * stride) + image, stream>>>(a, shape, count);
   });

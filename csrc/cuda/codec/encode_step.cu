@@ -176,6 +176,7 @@ struct TailPlace {
 
   TailPlace() = default;
   __device__ __forceinline__ TailPlace(const StepTail& tail, int token) {
+    if (tail.seqs == 0) return;
     int s = token, end = token + 1;
     if (tail.begins) s = sequence_of(tail.begins, tail.seqs, token), end = tail.begins[s + 1];
     if (s >= tail.seqs || token >= end) return;

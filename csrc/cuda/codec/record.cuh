@@ -120,6 +120,7 @@ struct Tail {
 
   // The row of `token`, with its slot in the upper 32 bits; -1 if the tail does not keep it.
   __device__ __forceinline__ int64_t row(int64_t token) const {
+    if (seqs == 0) return -1;
     int64_t s = token, end = token + 1;
     if (begins) s = sequence_of(begins, seqs, token), end = begins[s + 1];
     if (s >= seqs || token >= end) return -1;
