@@ -31,7 +31,7 @@ def projection(kind, d, rows=None, seed=0):
 
 @pytest.mark.parametrize("kind", ["dense", "structured"])
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("d", [64, 80, 128, 576])
+@pytest.mark.parametrize("d", [24, 48, 64, 80, 128, 144, 224, 320, 384, 576, 1024])
 def test_bytes(d, dtype, kind, device):
     s = projection(kind, d)
     for x in (randn(20, d, seed=d), hard_vectors(d, signs_of(d, 7))):

@@ -80,7 +80,7 @@ enum class SketchKernel {
   kDense,    // a dense projection
   kBulk,     // many vectors, on tensor cores (cuda/score/sketch_bulk.cu)
   kLanes,    // a few lanes per vector, which stays in registers
-  kGeneral,  // a warp per vector, any head_dim
+  kGeneral,  // any head_dim
 };
 
 struct SketchFacts {

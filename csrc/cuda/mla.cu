@@ -62,13 +62,6 @@ __device__ __forceinline__ void load_codes(uint32_t* row, const Token& from, con
   load_plane(row, from, r, lane, 32);
 }
 
-// [r] or [3, r] -> center, and scales of channels if there are any
-format::Channels latent_channels(const OptionalTensor& center, const float* data, int64_t r) {
-  if (!center) return {nullptr, nullptr, nullptr};
-  if (center->dim() == 1) return {data, nullptr, nullptr};
-  return {data, data + r, data + 2 * r};
-}
-
 // Rows of a matrix: the tensor itself, or a copy if rows do not start at multiples of `bytes`.
 class MatrixRows {
  public:
@@ -91,8 +84,8 @@ struct LatentStore {
   int rope_dim;
   Dtype dtype, rope_dtype;  // of the arguments; of the raw channels in pages
   Codebook book;
-  const float* signs;
-  format::Channels channels;
+  const float* signs;         // [r]; null: no transform
+  format::Channels channels;  // [r]
   EncodeConstants constants;
   Pages pages;
   RecordLayout layout;
@@ -179,7 +172,7 @@ __global__ void __launch_bounds__(kStoreThreads)
 
 Tail exact_latents(const MlaStoreCall& c) {
   if (!c.tail) return {};
-  STD_TORCH_CHECK(aligned(c.tail->data_ptr(), 16), "tail must start at a multiple of 16 bytes");
+  check_aligned(*c.tail, "tail");
   return tail_of(*c.tail, c, c.tail->size(1));
 }
 
@@ -205,7 +198,7 @@ void store_tokens(const MlaStoreCall& c, const format::LatentRecord& record) {
                       .rope_dtype = dtype_of(c.rope_dtype),
                       .book = checked_codebook(c.latent, c.levels, c.steps, c.bits, c.scale_mode, "levels", "steps"),
                       .signs = signs.data(),
-                      .channels = latent_channels(c.center, center.data(), d),
+                      .channels = channels_of(c.center, center.data(), 1, d),
                       .constants = constants,
                       .pages = pages,
                       .layout = layout_of(record),
@@ -214,9 +207,9 @@ void store_tokens(const MlaStoreCall& c, const format::LatentRecord& record) {
                       .rotated_tail = c.rotated_tail};
   // A block for each multiprocessor, or fewer: it fills its table once, for all tokens that it stores.
   const int64_t multiprocessors = current_device().facts.multiprocessors;
-  const int64_t each = num_blocks(a.tokens, multiprocessors);
+  const int64_t each = divide_up(a.tokens, multiprocessors);
   const int count = static_cast<int>(std::min<int64_t>(each, kStoreThreads / 32));
-  const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(num_blocks(a.tokens, count), multiprocessors));
+  const unsigned blocks = static_cast<unsigned>(std::min(divide_up(a.tokens, count), multiprocessors));
   const int words = count * 2 * a.layout.octets + CandidateTable::room(d);
   store_latents<<<blocks, kStoreThreads, 4 * words, launch.stream()>>>(a, shape, count);
   launch.check("mla_store");
@@ -229,10 +222,10 @@ struct LatentLoad {
   RecordLayout layout;
   const int32_t *table, *lengths;  // [seqs, max_pages], [seqs]
   int64_t seqs, table_stride, max_pages, max_length;
-  const float* signs;
-  const int8_t* levels;
-  format::Channels channels;
-  void *latent, *rope;  // [seqs, max_length, r], [seqs, max_length, dr] of `dtype`
+  const float* signs;         // [r]; null: no transform
+  const int8_t* levels;       // [2^bits]; null: uniform grid
+  format::Channels channels;  // [r]
+  void *latent, *rope;        // [seqs, max_length, r], [seqs, max_length, dr] of `dtype`
   int rope_dim;
   Dtype dtype, rope_dtype;
 };
@@ -241,7 +234,7 @@ constexpr int kLoadWarps = 4;  // of a block
 
 // A warp loads a token.
 __global__ void __launch_bounds__(32 * kLoadWarps)
-    load_latents(const __grid_constant__ LatentLoad a, const __grid_constant__ GenericShape shape) {
+    load_latents(const __grid_constant__ LatentLoad a, const __grid_constant__ LaneShape<32> shape) {
   extern __shared__ uint4 dynamic[];
   __shared__ float table[32];
   const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, d = shape.d;
@@ -271,7 +264,8 @@ __global__ void __launch_bounds__(32 * kLoadWarps)
     const Octet octet = key_octet(row, row + a.layout.key_row_bytes / 4, a.layout.octets, width, o);
     put_generic_octet(y, d, o, octet, width, table, scale);
   }
-  store_generic(y, shape, a.signs, a.channels, a.latent, a.dtype, at, true, lane);
+  __syncwarp();
+  store_from_lanes(y, shape, a.signs, a.channels, a.latent, a.dtype, at, true, lane);
   const uint8_t* rope = rope_of(from, a.layout, a.rope_dim);
   for (int i = lane; i < a.rope_dim; i += 32) {
     store_float(a.rope, a.dtype, rope_at + i, load_float(rope, a.rope_dtype, place_of_raw(from, a.rope_dim, i)));
@@ -284,7 +278,7 @@ void load_tokens(const MlaLoadCall& c, const format::LatentRecord& record, const
   const Launch launch(c.cache);
   const Constant signs(c.signs), center(c.center);
   const int d = record.latent_dim;
-  GenericShape shape(format::split_dim(d));
+  LaneShape<32> shape(format::split_dim(d));
   shape.transforms = c.signs.has_value();
   const LatentLoad a{.pages = pages,
                      .layout = layout_of(record),
@@ -296,7 +290,7 @@ void load_tokens(const MlaLoadCall& c, const format::LatentRecord& record, const
                      .max_length = c.max_seq_len,
                      .signs = signs.data(),
                      .levels = levels_data(c.levels),
-                     .channels = latent_channels(c.center, center.data(), d),
+                     .channels = channels_of(c.center, center.data(), 1, d),
                      .latent = latent.data_ptr(),
                      .rope = rope.data_ptr(),
                      .rope_dim = record.rope_dim,
@@ -324,7 +318,7 @@ void start(const mla::Latents& x, const Tensor& q, const Device& device, cudaStr
 
 void attend(const MlaAttentionCall& c, const format::LatentRecord& record, const Tensor& out, const Tensor& lse) {
   const Pages pages = pages_of(c.cache, 1);
-  STD_TORCH_CHECK(!c.tail || aligned(c.tail->data_ptr(), 16), "tail must start at a multiple of 16 bytes");
+  if (c.tail) check_aligned(*c.tail, "tail");
   if (out.numel() == 0) return;
   const Launch launch(c.q_latent);
   const HeadVectors q(c.q_latent), q_rope(c.q_rope);
@@ -347,7 +341,7 @@ void attend(const MlaAttentionCall& c, const format::LatentRecord& record, const
   a.most_queries = INT32_MAX;
   a.pages = pages.data, a.num_pages = pages.num_pages, a.page_stride = pages.page_stride;
   a.record = {record.latent_dim, record.page_size, record.bits, 0};
-  a.channels = latent_channels(c.center, center.data(), record.latent_dim);
+  a.channels = channels_of(c.center, center.data(), 1, record.latent_dim);
 
   if (c.tail) add_tail(a, c, c.tail->size(1));
   std::optional<MatrixRows> latent_new, rope_new;

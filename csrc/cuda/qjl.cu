@@ -2,17 +2,16 @@
 //
 // Structured projections are memory bound: a few lanes hold a vector, rotate it and collect the sign bits of their
 // channels. Exact zeros, and sums whose sign depends on the scaling by a power of two, need care: a warp that finds
-// one does its vectors again, exactly as the format says. Other head_dims take a kernel that always does so, and many
+// one does its vectors again, exactly as the format says. Other lengths take a kernel that always does so, and many
 // 16-bit vectors of 64, 128 or 256 channels take a kernel on tensor cores (score/sketch_bulk.cu). choices/score.h
 // decides. Dense projections are bound by arithmetic: their products are summed in a fixed order, without fused
 // multiply-adds.
-#include "cuda/codec/transform_shared.cuh"
-
 #include <algorithm>
 
 #include "calls/sketch.h"
 #include "choices/score.h"
 #include "cuda/codec/arguments.cuh"
+#include "cuda/codec/lanes.cuh"
 #include "cuda/codec/transform.cuh"
 #include "cuda/common/device_facts.cuh"
 #include "cuda/score/sketch_bulk.cuh"
@@ -155,44 +154,77 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Any d: one warp per vector, in dynamic shared memory [vectors of the block][2][d].
-__global__ void __launch_bounds__(kThreads)
-    sketch_general_kernel(const void* residual, const __grid_constant__ Rows rows, format::Split split,
-                          const float* signs, Dtype dtype, uint8_t* bits, float* norms) {
-  extern __shared__ float shared[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, m = split.blocks, n = split.block, d = m * n;
-  const int64_t vector = int64_t{blockIdx.x} * (blockDim.x / 32) + warp;
-  if (vector >= rows.count) return;
-  float *y = shared + warp * 2 * d, *square = y + d;
+// Leaves the sign bits of a rotated vector in its row `to`; all: the signs count, or else the bits are 0. All lanes of
+// the warp take part.
+template <int LANES>
+__device__ __forceinline__ void put_signs(const LaneVector<LANES>& v, const LaneShape<LANES>& s, bool all, bool exists,
+                                          uint8_t* to, int lane) {
+  const int mine = lane % 4;
+#pragma unroll
+  for (int e = 0; e < kRoom; e += 8) {
+    if (e >= s.elements) break;
+    // Four lanes have two bits each of a byte, and four pairs of elements are four bytes, of which each stores one.
+    uint32_t bytes = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (e + i < s.elements && v.y[e + i] >= 0) bytes |= 1u << (8 * (i / 2) + i % 2);
+    }
+    bytes <<= 2 * mine;
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) bytes |= __shfl_xor_sync(0xffffffff, bytes, bit);
+    const int of_pair = e + 2 * mine;
+    if (exists && of_pair < s.elements) {
+      to[(LANES * of_pair + 2 * (lane - mine)) / 8] = all ? static_cast<uint8_t>(bytes >> 8 * mine) : 0;
+    }
+  }
+}
 
-  const int64_t from = rows(vector);
+// Any d (codec/lanes.cuh, codec/generic.cuh), exactly as the format says: a vector for each group of lanes, which hold
+// it in registers or in dynamic shared memory. residual: rows of d channels -> bits: [count, d / 8], norms: [count]
+template <typename Shape>
+__global__ void __launch_bounds__(kThreads)
+    sketch_any_kernel(const void* residual, const __grid_constant__ Rows rows, const __grid_constant__ Shape shape,
+                      const float* signs, Dtype dtype, uint8_t* bits, float* norms) {
+  constexpr int kLanes = Shape::kLanes;
+  const int lane = threadIdx.x % kLanes, mine = threadIdx.x / kLanes, d = shape.d;
+  const int64_t vector = int64_t{blockIdx.x} * (blockDim.x / kLanes) + mine;
+  const bool exists = vector < rows.count;
+  const int64_t from = rows(exists ? vector : 0);
+  uint8_t* to = bits + vector * (d / 8);
+
   uint32_t amax = 0;
-  for (int c = lane; c < d; c += 32) {
-    y[c] = load_float(residual, dtype, from + c);
-    amax = max(amax, magnitude_bits(y[c]));
+  float sum;
+  if constexpr (Shape::kInRegisters) {
+    using Vector = LaneVector<kLanes>;
+    Vector v;
+    v.load(shape, residual, dtype, from, signs, {}, lane);
+    Vector::for_each_pair(shape,
+                          [&](int e) { amax = max(amax, max(magnitude_bits(v.y[e]), magnitude_bits(v.y[e + 1]))); });
+    amax = max_of_lanes<kLanes>(amax);
+    const float down = power_of_two(-prescale_exponent(amax));
+    Vector::for_each_pair(shape, [&](int e) { v.multiply(e, {down, down}); });
+    sum = v.sum_of_squares(shape);
+    v.transform(shape, true, lane);
+    put_signs(v, shape, amax < kInfinityBits, exists, to, lane);
+  } else {
+    extern __shared__ float shared[];
+    float* y = shared + mine * generic_words(d);
+    load_generic(y, d, residual, dtype, from, signs, {}, lane);
+    for (int c = lane; c < d; c += 32) amax = max(amax, magnitude_bits(y[c]));
+    amax = max_of_lanes(amax);
+    const float down = power_of_two(-prescale_exponent(amax));
+    for (int c = lane; c < d; c += 32) y[c] = __fmul_rn(y[c], down);
+    sum = generic_sum_of_squares(y, y + generic_stride(d), shape, lane);
+    transform_generic(y, shape, true, lane);
+    for (int byte = lane; exists && byte < d / 8; byte += 32) {
+      unsigned packed = 0;
+      for (int k = 0; k < 8; ++k) packed |= static_cast<unsigned>(y[8 * byte + k] >= 0) << k;
+      to[byte] = amax < kInfinityBits ? static_cast<uint8_t>(packed) : 0;
+    }
   }
-  amax = max_of_lanes(amax);
-  const int e = prescale_exponent(amax);
-  const bool broken = amax >= kInfinityBits;
-  for (int c = lane; c < d; c += 32) {
-    const float x = __fmul_rn(y[c], power_of_two(-e));
-    square[c] = __fmul_rn(x, x);
-    y[c] = __fmul_rn(x, signs[c]);
-  }
-  transform_shared(y, split, lane);
-  for (int h = 1; h < n; h *= 2) {
-    for (int i = 2 * h * lane; i < d; i += 64 * h) square[i] = __fadd_rn(square[i], square[i + h]);
-    __syncwarp();
-  }
-  for (int byte = lane; byte < d / 8; byte += 32) {
-    unsigned packed = 0;
-    for (int k = 0; k < 8; ++k) packed |= static_cast<unsigned>(y[8 * byte + k] >= 0) << k;
-    bits[vector * (d / 8) + byte] = broken ? 0 : static_cast<uint8_t>(packed);
-  }
-  if (lane == 0) {
-    float sum = square[0];
-    for (int b = 1; b < m; ++b) sum = __fadd_rn(sum, square[b * n]);
-    norms[vector] = broken ? quiet_nan() : __fmul_rn(__fsqrt_rn(sum), power_of_two(e));
+  if (exists && lane == 0) {
+    const float up = power_of_two(prescale_exponent(amax));
+    norms[vector] = amax < kInfinityBits ? __fmul_rn(__fsqrt_rn(sum), up) : quiet_nan();
   }
 }
 
@@ -388,10 +420,13 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
       });
       break;
     case SketchKernel::kGeneral: {
-      const int64_t bytes = 2 * d * int64_t{sizeof(float)};  // of a warp
-      const int warps = static_cast<int>(std::min<int64_t>(kThreads / 32, kDefaultSharedBytes / bytes));
-      sketch_general_kernel<<<num_blocks(rows.count, warps), 32 * warps, warps * bytes, launch.stream()>>>(
-          in.data(), rows, split, signs.data(), dtype, bits_out, norm_out);
+      with_vector_shape(split, [&]<typename Shape>(const Shape& shape) {
+        // 48 KB hold a warp's vector at least.
+        const int bytes = Shape::kInRegisters ? 0 : 4 * generic_words(shape.d);
+        const int groups = bytes ? std::clamp(kDefaultSharedBytes / bytes, 1, kThreads / 32) : kThreads / Shape::kLanes;
+        sketch_any_kernel<<<num_blocks(rows.count, groups), groups * Shape::kLanes, groups * bytes, launch.stream()>>>(
+            in.data(), rows, shape, signs.data(), dtype, bits_out, norm_out);
+      });
       break;
     }
   }

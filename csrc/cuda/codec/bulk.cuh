@@ -7,12 +7,13 @@
 
 namespace turboquant::cuda {
 
-// Vectors of tokens and heads, strides in bytes; rows start at multiples of 16 bytes.
+// Vectors of tokens and heads, strides in bytes. A row starts at a multiple of what a load of eight channels takes, or of
+// a block's channels where a block of the transform has fewer.
 struct EncodeSource {
   const uint8_t* data;
   int64_t token_stride, head_stride;
   Codebook book;
-  const float* signs;
+  const float* signs;         // [d]
   format::Channels channels;  // [d] of the first head
   int64_t channel_stride;     // between heads, in elements
 };
@@ -41,8 +42,8 @@ struct EncodeArguments {
 // Codes to be decoded: of keys, of values or of vectors.
 struct DecodeSource {
   Width width;
-  const int8_t* levels;
-  const float* signs;
+  const int8_t* levels;       // [2^bits]; null: uniform grid
+  const float* signs;         // [d]
   format::Channels channels;  // [heads, d]
   void* out;                  // [seqs, max_length, heads, d]
 };

@@ -228,10 +228,10 @@ struct SharedCodebook {
       cell[i] = static_cast<int>(static_cast<unsigned>(u[i] ^ u[i] >> 31) / format::kTableGrain);
       magnitude[i] = 0;
     }
-    for (int step = 1 << format::num_bits(width) >> 2; step > 0; step /= 2) {
+    for (int stride = 1 << format::num_bits(width) >> 2; stride > 0; stride /= 2) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (boundary[s][magnitude[i] + step - 1] <= cell[i]) magnitude[i] += step;
+        if (boundary[s][magnitude[i] + stride - 1] <= cell[i]) magnitude[i] += stride;
       }
     }
   }
@@ -293,8 +293,7 @@ __device__ __forceinline__ void divide_candidates(uint32_t (&dot)[8], uint32_t (
   }
 }
 
-// The bits of a magnitude: they have the order of the values, with NaN above infinity.
-constexpr uint32_t kInfinityBits = 0x7F800000;
+// The bits of a magnitude: they have the order of the values, with NaN above kInfinityBits.
 __device__ __forceinline__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
 
 // Section 5, step 3: the exponent of a vector from the bits of its largest magnitude, limited to [-100, 100].

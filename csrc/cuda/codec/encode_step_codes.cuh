@@ -23,8 +23,8 @@ using StepTraits = HadamardTraits<1, LOG_N, (1 << LOG_N) / 4 < 32 ? (1 << LOG_N)
 
 // Keys or values.
 struct StepSource {
-  const uint8_t* data;
-  const float* signs;
+  const uint8_t* data;           // [tokens, heads, d], strides in bytes
+  const float* signs;            // [d]
   const float *center, *factor;  // [heads, d], null where there is none
   const int8_t* levels;          // [2^bits], null for the uniform grid
   const float* steps;            // [num_steps]
@@ -38,9 +38,9 @@ struct StepSource {
 
 // Tail (codec/record.cuh) with narrower fields.
 struct StepTail {
-  uint8_t* data;
-  const void* slots;
-  const int32_t *lengths, *begins;
+  uint8_t* data;                    // [max_seqs, kv_heads, rows, 2, d]
+  const void* slots;                // [seqs], of 8 bytes if wide_slots, else of 4
+  const int32_t *lengths, *begins;  // [seqs], [seqs + 1]; begins is null with one token per sequence
   int seqs, rows, sink_tokens;
   uint32_t max_seqs, stride;
   int64_t slot_stride;
@@ -50,7 +50,7 @@ struct StepTail {
 // The needed part of EncodeArguments in narrow fields. On sm_90 parameters start 16 bytes into a line of 64, so 48
 // bytes end it.
 struct StepArguments {
-  const void* slots;
+  const void* slots;  // [tokens], of 8 bytes if wide_slots, else of 4
   uint8_t* pages;
   uint32_t tokens, heads, num_pages, page_stride, record_bytes, tile_bytes;
   uint8_t page_shift, tile_shift, has_tail, wide_slots;

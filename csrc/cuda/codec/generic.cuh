@@ -17,7 +17,7 @@ struct GenericShape {
 
   int d, blocks, log_block;
   float norm;              // 1 / sqrt(2^log_block)
-  bool transforms = true;  // false: codes stand for the channels as they are (latents, docs/format.md section 13)
+  bool transforms = true;  // false: codes stand for the channels as they are (latents, docs/format.md section 12)
 
   GenericShape() = default;
   explicit GenericShape(format::Split split) : d(split.blocks * split.block), blocks(split.blocks), log_block(0) {

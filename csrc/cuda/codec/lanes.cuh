@@ -453,7 +453,8 @@ __device__ __forceinline__ uint16_t encode_in_lanes(LaneVector<LANES>& v, Load&&
 
 // ---- Decoding -------------------------------------------------------------------------------------------------------
 
-// Rotates the vector that put_generic_octet has left in `y` back and stores it at `offset`, if it exists.
+// Rotates the vector that put_generic_octet has left in `y` back and stores it at `offset`, if it exists. signs: null
+// where there is no transform.
 template <int LANES>
 __device__ __forceinline__ void store_from_lanes(const float* y, const LaneShape<LANES>& s, const float* signs,
                                                  const format::Channels& channels, void* out, Dtype dtype,
@@ -466,7 +467,7 @@ __device__ __forceinline__ void store_from_lanes(const float* y, const LaneShape
   });
   v.transform(s, true, lane);
   if (!exists) return;
-  Vector::for_each_pair(s, [&](int e) { v.multiply(e, two(signs, Vector::channel(e, lane))); });
+  if (signs) Vector::for_each_pair(s, [&](int e) { v.multiply(e, two(signs, Vector::channel(e, lane))); });
   if (channels.inverse) {
     Vector::for_each_pair(s, [&](int e) { v.multiply(e, two(channels.inverse, Vector::channel(e, lane))); });
   }

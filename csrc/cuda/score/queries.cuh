@@ -6,7 +6,6 @@
 
 #include "choices/score.h"
 #include "cuda/codec/transform.cuh"
-#include "cuda/codec/transform_shared.cuh"
 #include "cuda/common/device.cuh"
 #include "cuda/score/operands.cuh"
 #include "format.h"
@@ -98,7 +97,51 @@ __device__ __forceinline__ float load_products(const ScoreArguments& a, int64_t 
   return sum;
 }
 
-// The same, followed by the transform, for d = 128.
+// The transform of y[d] in shared memory (docs/format.md section 2), by one warp. Short code, which is the same for every d,
+// because each block runs it once.
+__device__ inline void transform_shared(float* y, format::Split split, int lane) {
+  const int m = split.blocks, n = split.block, d = m * n;
+#pragma unroll 1
+  for (int h = 1; h < n; h *= 2) {
+    __syncwarp();
+#pragma unroll 2
+    for (int i = lane; i < d / 2; i += 32) {
+      const int low = 2 * i - (i & (h - 1));
+      const float p = y[low], q = y[low + h];
+      y[low] = __fadd_rn(p, q), y[low + h] = __fsub_rn(p, q);
+    }
+  }
+  __syncwarp();
+  const float norm = __fsqrt_rn(__frcp_rn(static_cast<float>(n)));  // float32(1 / sqrt(n)): 1 / n is exact
+#pragma unroll 4
+  for (int c = lane; c < d; c += 32) y[c] = __fmul_rn(y[c], norm);
+  __syncwarp();
+  if (m == 1) return;
+  const float row = format::hartley(m, min(lane, m - 1));  // entry `lane` of row 1 of the m x m factor
+#pragma unroll 1
+  for (int first = 0; first < n; first += 32) {
+    const int i = first + lane;
+    float in[format::kMaxBlocks];
+#pragma unroll
+    for (int j = 0; j < format::kMaxBlocks; ++j) in[j] = j < m && i < n ? y[j * n + i] : 0;
+#pragma unroll 1
+    for (int b = 0; b < m; ++b) {
+      float sum = 0;
+      int entry = 0;  // b * j mod m
+#pragma unroll
+      for (int j = 0; j < format::kMaxBlocks; ++j) {
+        const float product = __fmul_rn(__shfl_sync(0xffffffff, row, entry), in[j]);
+        if (j < m) sum = j == 0 ? product : __fadd_rn(sum, product);
+        entry += b;
+        if (entry >= m) entry -= m;
+      }
+      if (i < n) y[b * n + i] = sum;
+    }
+  }
+  __syncwarp();
+}
+
+// load_products followed by the transform, for d = 128.
 __device__ __forceinline__ float rotate_in_registers(const ScoreArguments& a, int64_t from, const float* signs,
                                                      const format::Channels& channels, float* y, int lane) {
   using Traits = HadamardTraits<1, 7, 32, 4>;
