@@ -5,13 +5,11 @@
 // warps and while it has nothing else to do.
 #pragma once
 
+#include "cuda/attention/query_bytes.cuh"
 #include "cuda/common/wgmma_swizzled.cuh"
 #include "cuda/mla/key_tiles/expansion.cuh"
 
 namespace turboquant::cuda::mla {
-
-constexpr float kMostQuery = 32512;    // 127 * 256: the high byte of the largest channel is 127
-constexpr float kLeastQuery = 1e-30f;  // queries of no larger channel count as 0
 
 // A row of queries as integers of 16 bits, whose high and low bytes are columns of their own; the low byte's is the
 // next one. Core matrices hold rows 0, 2, 4 and 6 of eight, or the others: a lane of a product then has the sums of

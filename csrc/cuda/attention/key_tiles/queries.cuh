@@ -3,12 +3,10 @@
 
 #include "cuda/attention/key_tiles/expansion.cuh"
 #include "cuda/attention/key_tiles/shape.cuh"
+#include "cuda/attention/query_bytes.cuh"
 #include "cuda/attention/softmax_math.cuh"
 
 namespace turboquant::cuda::key_tiles {
-
-constexpr float kMostQuery = 32512;    // 127 * 256: the high byte of the largest channel is 127
-constexpr float kLeastQuery = 1e-30f;  // queries of no larger channel count as 0
 
 // Of channel place `k` of 32 of product `step`, where the high byte of a row stands; the low byte is 16 bytes behind
 // it. Core matrices are 8 columns of 16 bytes. They hold the bytes of rows 0, 2, 4 and 6 of eight, or of the others: a

@@ -35,30 +35,12 @@ __device__ __forceinline__ int lane_computed_here(int lane) {
   return lane;
 }
 
-// f(0), .., f(N - 1) with compile-time constants, so that arrays which they index certainly stay in registers.
-template <int N, int I = 0, typename F>
-__device__ __forceinline__ void for_each(F&& f) {
-  if constexpr (I < N) {
-    f(std::integral_constant<int, I>{});
-    for_each<N, I + 1>(f);
-  }
-}
-
 // Reduces over the lanes that share t, which hold the tokens of the same rows.
 template <typename Op>
 __device__ __forceinline__ float over_tokens(float x, Op&& op) {
 #pragma unroll
   for (int bit = 4; bit < 32; bit *= 2) x = op(x, __shfl_xor_sync(0xffffffff, x, bit));
   return x;
-}
-
-// Transposes an 8 x 8 tile of 16-bit elements, of which a lane holds two neighbours of one row.
-__device__ __forceinline__ uint32_t transposed(uint32_t x) {
-  uint32_t out = x;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(x));
-#endif
-  return out;
 }
 
 }  // namespace turboquant::cuda::split_kv

@@ -315,12 +315,12 @@ class FewUnits {
     for (int i = 0; i < kPer; ++i) y[i] *= sign_[i];
     transform<typename Lanes::Rotation>(y, lane);
     if (block_.plan.codes.shifts) subtract_neighbours<D>(y, lane);
-    float largest = 1e-30f;
+    float largest = kLeastQuery;
 #pragma unroll
     for (int i = 0; i < kPer; ++i) largest = max_or_nan(largest, fabsf(y[i]));
     largest = __int_as_float(max_of_lanes(__float_as_int(largest)));
     const float scale = a.softmax_scale * kLog2E;
-    const float factor = (scale < 0 ? -kLargestQuery : kLargestQuery) / largest;
+    const float factor = (scale < 0 ? -kMostQuery : kMostQuery) / largest;
     int x[kPer], sum = 0;
 #pragma unroll
     for (int i = 0; i < kPer; ++i) {
@@ -336,8 +336,8 @@ class FewUnits {
     }
     sum = sum_of_lanes(sum);
     if (lane == 0) {
-      row.scale =
-          max_or_nan(largest / kLargestQuery * fabsf(scale) * format::kLevelUnit * block_.plan.codes.key_unit, 1e-30f);
+      row.scale = max_or_nan(largest / kMostQuery * fabsf(scale) * format::kLevelUnit * block_.plan.codes.key_unit,
+                             kLeastQuery);
       row.shift *= scale;
       row.zero = sum >> 1;
       block_.rows()[r] = row;

@@ -51,12 +51,18 @@ class KeyProducts {
         if constexpr (Keys::kSets == 2) {
           high += Keys::kWeight1 * sums[n][1][2 * i], low += Keys::kWeight1 * sums[n][1][2 * i + 1];
         }
-        score[n][i] = static_cast<float>(high * 256 + low) * (i ? k.y : k.x);
+        score[n][i] = joined(high, low) * (i ? k.y : k.x);
       }
     }
   }
 
  private:
+  // 256 high + low, which 32 bits hold for up to 516 channels of levels and bytes of up to 127.
+  static __device__ __forceinline__ float joined(int high, int low) {
+    if constexpr (D * 127 * kMostQuery <= INT32_MAX) return static_cast<float>(high * 256 + low);
+    return static_cast<float>(high) * 256 + static_cast<float>(low);
+  }
+
   // x, y: the prepared codes of the pair's two tokens.
   template <class Keys, int I, class Queries, class Table>
   __device__ __forceinline__ void multiply_chunk(const Queries& queries, const typename Keys::Prepared& x,

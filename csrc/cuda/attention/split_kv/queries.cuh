@@ -2,11 +2,10 @@
 // low byte, which are two neighbouring columns of a product.
 #pragma once
 
+#include "cuda/attention/query_bytes.cuh"
 #include "cuda/attention/split_kv/rows.cuh"
 
 namespace turboquant::cuda::split_kv {
-
-constexpr float kLargestQuery = 127 * 256;  // keeps the high byte within +-127
 
 // Where the high byte of row r is among the operands [rows / 4, frags, 32 lanes, x and y, 4]. place: of its channel.
 template <int D>
@@ -164,7 +163,7 @@ class Queries {
     float largest[kAtOnce];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      largest[k] = 1e-30f;
+      largest[k] = kLeastQuery;
 #pragma unroll
       for (int i = 0; i < Lanes::kPerLane; ++i) largest[k] = max_or_nan(largest[k], fabsf(y[k][i]));
       // Floats that are not negative are ordered like integers, with NaN above all.
@@ -175,7 +174,7 @@ class Queries {
     for (int k = 0; k < kAtOnce; ++k) {
       const int at = row_at(r, k);
       const bool writes = Lanes::writes(lane) && holds(r, k);
-      const float factor = (scale < 0 ? -kLargestQuery : kLargestQuery) / largest[k];
+      const float factor = (scale < 0 ? -kMostQuery : kMostQuery) / largest[k];
       int sum = 0;
       constexpr int kNeighbours = std::min(Lanes::Rotation::kVec, 4);
 #pragma unroll
@@ -197,8 +196,8 @@ class Queries {
       sum = sum_of_lanes(sum);
       if (lane == 0) {
         row[k].scale =
-            max_or_nan(largest[k] / kLargestQuery * fabsf(scale) * format::kLevelUnit * block_.plan.codes.key_unit,
-                       1e-30f);
+            max_or_nan(largest[k] / kMostQuery * fabsf(scale) * format::kLevelUnit * block_.plan.codes.key_unit,
+                       kLeastQuery);
         row[k].shift *= scale;
         row[k].zero = sum >> 1;
         block_.rows()[at] = row[k];

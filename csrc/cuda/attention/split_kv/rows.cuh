@@ -71,15 +71,8 @@ class QueryRows {
       if (!find(segment, r, row) || row.token >= a.tokens) continue;  // a guessed segment may have too many rows
       const uint8_t* from = query(row);
       uint8_t* to = raw() + r * D * size;
-      if (reinterpret_cast<uint64_t>(from) % 16 == 0) {
 #pragma unroll 1
-        for (int i = 16 * lane; i < D * size; i += 512) copy_async<true>(to + i, from + i);
-      } else {
-#pragma unroll 1
-        for (int i = 2 * lane; i < D * size; i += 64) {  // float32 as two halves
-          *reinterpret_cast<uint16_t*>(to + i) = *reinterpret_cast<const uint16_t*>(from + i);
-        }
-      }
+      for (int i = 16 * lane; i < D * size; i += 512) copy_async<true>(to + i, from + i);
     }
     commit_copies();
   }
