@@ -319,7 +319,8 @@ struct CodeRow {
       const int per_byte = 8 / num_bits(width);
       return one_piece(row + channel / per_byte, num_bits(width) * (channel % per_byte), num_bits(width));
     }
-    // 3 and 5 bits: nibble i of the W-bit word j of a group of W channels.
+    // 3 and 5 bits: a group has `size` channels, 32 or at the end perhaps 16, and the nibbles of its codes are words of
+    // as many bits. The channel is nibble i of word j.
     const int group = channel / 32, size = 32 * (group + 1) <= channels ? 32 : 16;
     const int j = channel % 32 / (size / 4), i = channel % 32 % (size / 4);
     if (is_spread(width)) {

@@ -50,7 +50,7 @@ struct HeadRows {
                       fits(rows.tokens, rows.token_stride) && fits(rows.heads, rows.head_stride);
     if (good || t.numel() == 0) return;
     tensor = new_copy(t.dim() == 3 ? t : torch::stable::transpose(t, 1, 2));
-    rows.token_stride = rows.heads * rows.d, rows.head_stride = rows.d;
+    rows.even = true, rows.token_stride = rows.heads * rows.d, rows.head_stride = rows.d;
   }
 };
 

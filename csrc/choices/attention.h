@@ -178,17 +178,17 @@ constexpr const char* few_rows(int limit) {
                        : "at most 16 query rows per KV head";
 }
 
-// The rows of the smallest block that holds a query, if one of `limit` rows does.
+// The rows of the smallest block that holds a query, if one of `block_rows` rows does.
 //
 // A block with more rows takes longer for each sequence: one of 16 rows up to twice as long as one of 4. So decode
 // steps have the smallest block that holds a query, whatever else is in the call.
-constexpr int least_block_rows(const AttentionShape& shape, int limit) {
+constexpr int least_block_rows(const AttentionShape& shape, int block_rows) {
   int rows = split_kv_least_rows(shape.head_dim);
-  while (rows < limit && rows < shape.group) rows *= 2;
+  while (rows < block_rows && rows < shape.group) rows *= 2;
   return rows;
 }
 
-// A mixed call: which sequences are split-KV's, in blocks of at most `limit` rows.
+// A mixed call: which sequences are split-KV's, in blocks of at most `block_rows` rows.
 //
 // Sequences of more queries than decode steps, such as drafts, have a second launch, unless all sequences but the
 // longest have one query each on average. Several prompts raise that average, too; the second launch then finds
@@ -196,9 +196,9 @@ constexpr int least_block_rows(const AttentionShape& shape, int limit) {
 struct MixedQueries {
   int64_t few, most;  // as few_queries and split_kv_queries of AttentionChoice
 };
-constexpr MixedQueries split_kv_queries_of_mixed(const AttentionShape& shape, int limit) {
-  const int rows = least_block_rows(shape, limit);
-  const int64_t few = rows / shape.group, most = limit / shape.group;
+constexpr MixedQueries split_kv_queries_of_mixed(const AttentionShape& shape, int block_rows) {
+  const int rows = least_block_rows(shape, block_rows);
+  const int64_t few = rows / shape.group, most = block_rows / shape.group;
   const bool one_query_each = shape.seqs == 1 || shape.tokens - shape.max_q_len <= shape.seqs - 1;
   if (one_query_each) return {0, few};
   const bool same_block = rows >= split_kv_block_rows(shape.head_dim);
@@ -209,8 +209,8 @@ constexpr MixedQueries split_kv_queries_of_mixed(const AttentionShape& shape, in
 // own where they are at least a quarter of a batch that is not small: blocks of 16 rows take up to twice as long for
 // them, one launch more some 4 us. A call of equal sequences has one launch in any case.
 constexpr int64_t kLeastApart = 16;  // sequences
-constexpr int64_t few_queries_of_steps(const AttentionShape& shape, int limit) {
-  const int rows = least_block_rows(shape, limit);
+constexpr int64_t few_queries_of_steps(const AttentionShape& shape, int block_rows) {
+  const int rows = least_block_rows(shape, block_rows);
   const bool same_block = shape.max_q_len * shape.group <= rows || rows >= split_kv_block_rows(shape.head_dim);
   const int64_t drafts = shape.tokens - shape.seqs, most_drafts = shape.seqs * (shape.max_q_len - 1);
   if (same_block || shape.seqs < kLeastApart || 4 * drafts > 3 * most_drafts) return 0;

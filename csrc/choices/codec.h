@@ -83,13 +83,14 @@ constexpr int encode_span_tokens(int d) { return d == kLaneChannels ? 32 : 16; }
 constexpr int encode_vectors(int d) { return 32 * kLaneChannels / d; }  // of a warp
 constexpr int encode_stage_stride(int d) { return d / 2 + 4; }          // words between staged vectors
 
-// Cells u >> 4 on either side of zero that a vector can reach: |u| <= 4096 sqrt(d), plus rounding. A multiple of 4.
+// Cells u >> 4 on either side of zero that a vector can reach, a multiple of 4: |u| <= 4096 sqrt(d), plus rounding.
 constexpr int encode_table_reach(int d) {
   int below = 0;  // the largest integer below 256 sqrt(d); found bit by bit, because every call of an op asks for it
   for (int bit = 4096; bit > 0; bit /= 2) {
     if ((below + bit) * (below + bit) < 65536 * d) below += bit;
   }
-  return (below + 1 + 2 + 3) / 4 * 4;
+  constexpr int kReached = 1, kRounding = 2;  // the cell of the largest |u|; how many more rounding can add
+  return (below + kReached + kRounding + 3) / 4 * 4;
 }
 static_assert(encode_table_reach(64) == 2052 && encode_table_reach(128) == 2900 && encode_table_reach(256) == 4100);
 // Words of a table: an entry of a byte for every cell, or with several candidates (search) of a word.

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(N == 1 ? kMostLayerDim : kThreads)
   for (int c = threadIdx.x; c < x.d; c += blockDim.x) out[place * x.d + c] = sums[c] / static_cast<float>(x.rows);
 }
 
-// parts: [layers * heads, parts, d] -> out: [layers * heads, d]
+// from: [layers * heads, parts, d] -> out: [layers * heads, d]
 __global__ void __launch_bounds__(kMostLayerDim) sum_kernel(const float* from, int parts, int d, float* out) {
   double sum = 0;
   for (int p = 0; p < parts; ++p) sum += from[(int64_t{blockIdx.x} * parts + p) * d + threadIdx.x];

@@ -12,8 +12,8 @@
 namespace turboquant::cuda {
 namespace {
 
-// Whether kernels can take vectors as [tokens, heads, d]. They encode at least so many tokens of a head at a time, and
-// a grid has so many heads.
+// Whether kernels can take vectors as [tokens, heads, d]. They encode kLeastTokens tokens of a head at a time, so that
+// fewer would leave lanes idle, and heads are a dimension of the grid, of at most kMostHeads.
 bool are_tokens_and_heads(const Rows& rows) {
   constexpr int64_t kLeastTokens = 16, kMostHeads = 65535;
   return rows.dims == 1 || (rows.dims == 2 && rows.size[0] >= kLeastTokens && rows.size[1] <= kMostHeads);

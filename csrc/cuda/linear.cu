@@ -2,7 +2,7 @@
 // linear/tiles/call.cuh) and launches it, or has the weight decoded for many tokens (linear/many_tokens.cu).
 //
 // The other ops of the room: weight_encode and weight_pack are in linear/encode.cu, weight_decode and weight_unpack in
-// linear/decode.cu. linear_experts calls linear_packed from Python (torch_turboquant/ops/linear.py).
+// linear/decode.cu. linear_experts is in linear/experts.cu.
 #include "calls/linear.h"
 
 #include "choices/linear.h"

@@ -13,8 +13,8 @@ namespace turboquant::cuda {
 
 // What kernels ask of the addresses of a call, beyond its checks.
 inline void check_alignment(const AttentionCall& c) {
-  STD_TORCH_CHECK(aligned(c.cache.data_ptr(), 16), "cache must start at a multiple of 16 bytes");
-  STD_TORCH_CHECK(!c.tail || aligned(c.tail->data_ptr(), 16), "tail must start at a multiple of 16 bytes");
+  check_aligned(c.cache, "cache");
+  if (c.tail) check_aligned(*c.tail, "tail");
 }
 
 // The batch of `c`, a call of attention or of latent attention.

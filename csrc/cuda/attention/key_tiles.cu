@@ -66,7 +66,8 @@ void KeyTilesLaunch::lay_out(int shared_limit) {
   place(p.operands, entry_.query_bytes), place(p.weights, entry_.weight_bytes);
   const int passing = bytes;
   place(p.table, RowTable::bytes(rows)), place(p.factors, kWeightBuffers * Plan::factors_of(rows) * 4);
-  place(p.exchange, 11 * rows * 4), place(p.barriers, View::kBarrierBytes), place(p.present, kMaxStages * 4);
+  place(p.exchange, View::exchange_bytes(rows)), place(p.barriers, View::kBarrierBytes),
+      place(p.present, kMaxStages * 4);
   place(p.signs, 2 * d * 4 + 2 * split_kv::kMaxLevels),
       place(p.rows, rows * static_cast<int>(sizeof(split_kv::QueryRow)) + 8);
   place(p.notes, (kThreads / 32 + 1) * static_cast<int>(sizeof(split_kv::WarpNotes)));

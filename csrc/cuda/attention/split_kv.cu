@@ -32,8 +32,8 @@ SplitKvPlan plan_of(const KernelEntry& k, int most_warps, int blocks_per_multipr
   SplitKvPlan best{};
   for (int warps = most_warps; warps >= 1 && best.warps == 0; --warps) {
     for (const int states : {warps, (warps + 1) / 2}) {
-      // Holds the states of warps (Join::warps), or partial results of groups of threads (Join::blocks), or a row of
-      // the exact tail's output for each warp (ExactTail).
+      // The same memory serves, one after the other, for the states of warps (Join::warps), for partial results of
+      // groups of threads (Join::blocks) and for a row of the exact tail's output of each warp (ExactTail).
       const int part_rows = std::max(128 * warps / d, k.rows);
       const int join =
           round_up(kFloat * std::max({states * k.state_floats, part_rows * part_floats(d), warps * d}), 16);

@@ -173,7 +173,7 @@ __device__ __forceinline__ void publish_global_memory() {
 #endif
 }
 
-// Prefetches `bytes` bytes, a multiple of 16, into the L2 cache.
+// Prefetches `bytes` bytes, a multiple of 16, into the L2 cache. Does nothing before sm_90.
 __device__ __forceinline__ void prefetch_bytes(const uint8_t* from, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
@@ -197,8 +197,9 @@ __device__ __forceinline__ void copy_together(uint8_t* to, const uint8_t* from, 
   }
 }
 
-// Fills two stages; all lanes of the warp call it. A lane copies `bytes` bytes, 0 or a multiple of 16, from `from` to
-// `to`, both aligned to 16, in the stage of `barrier`. It also announces `announced` bytes of that stage, or leaves
+// Fills two stages, whose barriers are `first_barrier` and `second_barrier`; all lanes of the warp call it. A lane copies
+// into one of them: `barrier` is that stage's. It copies `bytes` bytes, 0 or a multiple of 16, from `from` to `to`, both
+// aligned to 16. It also announces `announced` bytes of that stage, or leaves
 // that to others where `announced` is negative. A stage's phase ends when as many lanes as init_barrier was told have
 // announced bytes, and all these bytes have arrived.
 __device__ __forceinline__ void copy_blocks(uint64_t* first_barrier, uint64_t* second_barrier, uint64_t* barrier,

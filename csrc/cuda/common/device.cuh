@@ -30,11 +30,11 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #endif
 }
 
-// How a kernel runs beside its neighbours in a call of several, each of which has sequences of its own. They need what
-// came before the call, but not each other. So the first one lets the second begin as soon as all of that has ended,
-// the second one the third, and each uses what the one before leaves free of the device. That a kernel sees what was
-// written before the one ahead let it begin is what the hardware does (a fence reaches the L2 cache first), though no
-// more than that is promised for launches without a wait.
+// How a kernel runs beside its neighbours in a call of several, each of which has sequences of its own. All of them need
+// what was written before the call, and none needs another's results. So the first kernel waits for what came before the
+// call and then lets the second begin, which lets the third begin, and each uses what the others leave free of the
+// device. Only the first kernel waits. The others read what was written before it let them begin: the hardware makes
+// these writes visible, because the fence reaches the L2 cache first, but CUDA promises it only to kernels that wait.
 struct Overlap {
   bool with_previous, with_next;
 
@@ -80,6 +80,8 @@ __device__ __forceinline__ int quotient(int x, int y) {
   return static_cast<int>(static_cast<unsigned>(x) / static_cast<unsigned>(y));
 }
 __device__ __forceinline__ int ceil_div(int x, int y) { return quotient(x + y - 1, y); }
+// The same for the host, in 64 bits.
+constexpr int64_t divide_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 template <typename N>
 __host__ __device__ constexpr N round_up(N n, int multiple) {
   return (n + multiple - 1) / multiple * multiple;
@@ -121,14 +123,45 @@ __host__ __device__ constexpr int operator%(unsigned x, const Divisor& d) {
 // i times a distance, for i >= 0: a sign would take two instructions more.
 __device__ __forceinline__ int64_t offset_of(int i, int64_t stride) { return static_cast<unsigned>(i) * stride; }
 
+constexpr uint32_t kInfinityBits = 0x7F800000;  // of float32
+
 // ---- Threads of a block --------------------------------------------------------------------------------------------
 
 // So many threads of the block, whole warps, meet at a named barrier; number 0 is that of __syncthreads.
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+// The same; whether `mine` is true for any of them.
+__device__ __forceinline__ bool sync_any(int barrier, int threads, bool mine) {
+  int any;
+  asm volatile(
+      "{\n.reg .pred mine, any;\nsetp.ne.s32 mine, %1, 0;\nbar.red.or.pred any, %2, %3, mine;\n"
+      "selp.s32 %0, 1, 0, any;\n}"
+      : "=r"(any)
+      : "r"(static_cast<int>(mine)), "r"(barrier), "r"(threads)
+      : "memory");
+  return any;
+}
+
+// f(0), .., f(N - 1) with compile-time constants, so that arrays which they index certainly stay in registers.
+template <int N, int I = 0, typename F>
+__device__ __forceinline__ void for_each(F&& f) {
+  if constexpr (I < N) {
+    f(std::integral_constant<int, I>{});
+    for_each<N, I + 1>(f);
+  }
+}
 
 // ---- Lanes of a warp ----------------------------------------------------------------------------------------------
+
+// Transposes an 8 x 8 matrix of 16-bit elements, of which four lanes hold a row, two neighbours each.
+__device__ __forceinline__ uint32_t transposed(uint32_t x) {
+  uint32_t out = x;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(x));
+#endif
+  return out;
+}
 
 // Sum and maximum over groups of LANES neighbouring lanes of a warp; every lane gets the result, and all 32 take part.
 // From sm_80 on one instruction reduces a whole warp.

@@ -85,7 +85,7 @@ inline int checked_int(int64_t n, const char* name) {
 
 // Blocks of a grid in one dimension.
 inline unsigned num_blocks(int64_t work, int64_t per_block) {
-  const int64_t blocks = (work + per_block - 1) / per_block;
+  const int64_t blocks = divide_up(work, per_block);
   STD_TORCH_CHECK(blocks <= INT32_MAX, "tensor is too large: ", blocks, " blocks, CUDA allows ", INT32_MAX);
   return static_cast<unsigned>(blocks);
 }
@@ -131,6 +131,9 @@ inline Rows rows_of(const Tensor& t) {
 }
 
 inline bool aligned(const void* p, int64_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+inline void check_aligned(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(aligned(t.data_ptr(), 16), name, " must start at a multiple of 16 bytes");
+}
 
 // The rows of a tensor with stride 1 in its last dimension, each of which starts at a multiple of `bytes`. Any other
 // tensor, or one with more dimensions than a kernel takes, is copied once.
@@ -163,8 +166,8 @@ class HeadVectors {
     token_stride_ = stride(0, t.size(1) * t.size(2)), head_stride_ = stride(1, t.size(2));
   }
   const void* data() const { return rows_.data(); }
-  int64_t token_stride() const { return token_stride_; }  // in elements, as
-  int64_t head_stride() const { return head_stride_; }
+  int64_t token_stride() const { return token_stride_; }  // in elements
+  int64_t head_stride() const { return head_stride_; }    // in elements
 
  private:
   AlignedRows rows_;

@@ -58,12 +58,12 @@ struct RecordOfColumns {
 struct Call {
   const void* x;  // [columns, k]
   int64_t x_stride;
-  Dtype dtype;  // of x, bias and y
-  const float *signs, *channel_inverse;
-  const int8_t* levels;  // of kLloyd
-  const void* bias;
-  void* y;  // [columns, n]
-  const uint8_t* packed;
+  Dtype dtype;                           // of x, bias and y
+  const float *signs, *channel_inverse;  // [k]; channel_inverse is null where channels have no scales
+  const int8_t* levels;                  // [2^bits], of kLloyd
+  const void* bias;                      // [n] or null
+  void* y;                               // [columns, n]
+  const uint8_t* packed;                 // [tiles of rows][groups][bytes of a block]
   int64_t columns, n;
   int groups, group;  // of a row; channels of each
 };

@@ -176,7 +176,7 @@ class Quantiser {
       const float down = __int_as_float((127 - exponent) << 23), up = __int_as_float((127 + exponent) << 23);
       const float largest = __uint_as_float(most[j]) * down;
       const float inverse = most[j] ? quotient_of_normals(127.0f, largest) : 0.0f;
-      unit[j] = most[j] < 0x7F800000 ? quotient_of_normals(largest, 127.0f) * up : __uint_as_float(0x7FFFFFFF);
+      unit[j] = most[j] < kInfinityBits ? quotient_of_normals(largest, 127.0f) * up : __uint_as_float(0x7FFFFFFF);
       uint32_t q[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) q[i] = static_cast<uint32_t>(__float2int_rn(v[j][i] * down * inverse));

@@ -42,7 +42,8 @@ Tensor multiply_one_by_one(const ExpertsCall& c, const ExpertsShape& of, const l
                              stream),
              "linear_experts");
   check_cuda(cudaStreamSynchronize(stream), "linear_experts");
-  const int pieces = found[0].expert, with_expert = found[0].first;  // the totals
+  // Entry 0 is no piece: it holds how many pieces there are, and how many pairs have an expert.
+  const int pieces = found[0].expert, with_expert = found[0].first;
   const Tensor x = select_rows(c.x, tokens);
   const Tensor y = new_tensor(c.x, {of.pairs(), of.weight.n}, float_type_of(c.x), "results in the order of experts");
   for (int i = 1; i <= pieces; ++i) {

@@ -17,8 +17,8 @@ KernelEntry find(const format::WeightBlock& unit, bool uniform, int columns, boo
                  : find_kernel<Codes::kLloyd>(sub, columns, warpgroup_products);
 }
 
-// Only the L2 cache is sure to have what the previous kernel has written. In a graph, that kernel does not write
-// weights (docs/measurements/performance_linear.md).
+// Weights are read before the previous kernel has ended: in a graph into shared memory, which is right only where that
+// kernel does not write them (docs/ops.md says so to callers); else into the L2 cache, which sees what is written later.
 Early early(int major, cudaStream_t stream) {
   return major < 9 ? Early::kNo : is_captured(stream) ? Early::kRing : Early::kPrefetch;
 }

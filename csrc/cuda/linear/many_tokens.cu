@@ -31,7 +31,7 @@ Tensor multiply_and_add(const Tensor& x, const Tensor& w, const Tensor& bias) {
 }  // namespace
 
 void multiply_decoded(const LinearCall& c, const WeightShape& shape, const Tensor& y, cudaStream_t stream) {
-  // In a graph the previous kernel does not write weights (docs/measurements/performance_linear.md).
+  // As for few tokens (early() in launch.cu).
   const bool early = is_captured(stream);
   const int64_t row_bytes = shape.k * static_cast<int64_t>(y.element_size());
   const int64_t tiles = std::max<int64_t>(kSliceBytes / row_bytes / format::kWeightRows, 1);

@@ -26,8 +26,8 @@ inline int exact_bytes(int channels, int rows) {
 template <class S>
 class ExactKeys {
   static constexpr int kRows = exact_rows(S::kRows), kTiles = kRows / 8;
-  static constexpr int kScoreTiles = kExactKeys / 16 * kTiles;     // products of a step of channels
-  static constexpr int kParts = kScoreTiles >= S::kWarps ? 1 : 2;  // of the channels, for different warps
+  static constexpr int kScoreTiles = kExactKeys / 16 * kTiles;            // products of a step of channels
+  static constexpr int kChannelParts = kScoreTiles >= S::kWarps ? 1 : 2;  // of the channels, for different warps
   static constexpr int kLanesOfRow = 8, kRowsAtOnce = 32 / kLanesOfRow, kKeysOfLane = kExactKeys / kLanesOfRow;
   static constexpr int kSumWarps = S::kWarps < 8 ? S::kWarps : 8, kSums = S::kLatent / 16 / kSumWarps;
 
@@ -136,13 +136,13 @@ class ExactKeys {
   // scores_[part][row][key], over a part of the channels
   __device__ __forceinline__ void multiply_keys() const {
     const int lane = block_.lane, steps = block_.call.channels() / 16;
-    for (int i = block_.warp; i < kScoreTiles * kParts; i += S::kWarps) {
+    for (int i = block_.warp; i < kScoreTiles * kChannelParts; i += S::kWarps) {
       const int part = i / kScoreTiles, tile = i % kScoreTiles % kTiles, half = i % kScoreTiles / kTiles;
       const uint16_t* keys = keys_ + (half * 16 + lane % 16) * stride_ + lane / 16 * 8;
       const uint16_t* queries = queries_ + (tile * 8 + lane % 8) * stride_ + lane / 8 * 8;
       float d[2][4] = {};
-      const int begin = steps / 2 * part / kParts * 2,
-                end = part + 1 == kParts ? steps : steps / 2 * (part + 1) / kParts * 2;
+      const int begin = steps / 2 * part / kChannelParts * 2,
+                end = part + 1 == kChannelParts ? steps : steps / 2 * (part + 1) / kChannelParts * 2;
 #pragma unroll 2
       for (int s = begin; s < end; s += 2) {  // channels are a multiple of 32
         const uint4 q = load_tiles(queries + s * 16);
@@ -170,7 +170,7 @@ class ExactKeys {
         const bool sees = first_ + i < end_ && key <= last_seen && (key < work.sinks || key >= coded_end);
         x[n] = 0;
 #pragma unroll
-        for (int p = 0; p < kParts; ++p) x[n] += scores_[(p * kRows + r) * kExactKeys + i];
+        for (int p = 0; p < kChannelParts; ++p) x[n] += scores_[(p * kRows + r) * kExactKeys + i];
         x[n] = sees ? x[n] * (block_.call.a.softmax_scale * kLog2E) : -INFINITY, top = fmaxf(top, x[n]);
       }
 #pragma unroll

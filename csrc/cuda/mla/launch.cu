@@ -9,8 +9,6 @@
 namespace turboquant::cuda::mla {
 namespace {
 
-constexpr int kMostSeqs = 65535;  // of a grid
-
 // max_q_len may be any upper bound, but no sequence has more queries than there are tokens.
 int most_queries(const Attention& a) { return std::min(a.max_q_len, a.tokens); }
 
@@ -31,6 +29,7 @@ void LatentLaunch::find(LatentKernel kernel) {
   if constexpr (has_row_tiles(R)) {
     if (kernel == LatentKernel::kRowTiles) {
       plan_ = plan_of_row_tiles<RowShape<R>>(call_.record, limit);
+      STD_TORCH_CHECK(plan_.raw_slots >= 2, "mla_attention: codes of two tiles do not fit into shared memory");
     }
   }
   if (kernel != LatentKernel::kRowTiles) plan_ = Plan(call_.record, entry_.rows, limit);
@@ -52,7 +51,7 @@ LatentLaunch::LatentLaunch(const Latents& call, LatentKernel kernel, const Devic
   segments_ = int64_t{call.a.seqs} * plan_.row_blocks;
   const int64_t by_tokens = int64_t{call.a.tokens} * call.a.q_heads / entry_.rows + call.a.seqs;
   if (by_tokens < segments_) plan_.row_blocks = 0, segments_ = by_tokens;
-  joins_later_ = segments_ <= grid_ && call.a.seqs <= kMostSeqs;
+  joins_later_ = segments_ <= grid_;
   check_limits();
   plan_join();
 }
@@ -78,7 +77,7 @@ void LatentLaunch::plan_join() {
   parts_ = grid_ / segments_;
   plan_.most_parts = !joins_later_ ? kFewParts : parts_ <= kFewParts ? kMostOfWarp : grid_;
   const double parts = std::min<double>(most_units(), grid_);  // of the longest segment
-  plan_.num_long = parts > plan_.most_parts ? static_cast<int>(num_blocks(grid_, plan_.most_parts)) : 0;
+  plan_.num_long = parts > plan_.most_parts ? static_cast<int>(divide_up(grid_, plan_.most_parts)) : 0;
 }
 
 cudaError_t LatentLaunch::join(void** arguments, cudaStream_t stream) const {

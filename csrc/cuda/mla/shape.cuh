@@ -187,6 +187,9 @@ struct Plan {
   int most_parts, num_long;
   int row_blocks;  // of each sequence, in numbers of segments; 0: numbers follow the tokens
 
+  // Floats of a row in the memory by which warps exchange: the denominators and the sums of weights of four warps; then
+  // its state, which lasts for a segment: the reference of its weights, and the largest score.
+  static constexpr int kExchanged = 2 * 4, kState = 2;
   // Floats of a buffer of factors: one for each row, and whether any is not 1. Two rows' are read at once.
   __host__ __device__ static constexpr int factors_of(int rows) { return rows + 2; }
 
@@ -202,7 +205,7 @@ struct Plan {
     image_bytes = up(query_bytes + RowTable::bytes(block_rows), 128);
     const int weight_bytes = kWeightBuffers * block_rows * kUnitTokens * 2;
     const int factor_bytes = up(kWeightBuffers * factors_of(block_rows) * 4, 128);
-    const int exchange_bytes = (2 * 4 + 2) * block_rows * 4;
+    const int exchange_bytes = (kExchanged + kState) * block_rows * 4;
     const int total_bytes = totals_in_memory(block_rows) ? block_rows / 8 * kWarpgroup * 16 : 0;
     const int barrier_bytes = up((2 * kMaxStages + 2 * kWeightBuffers + 1) * 8, alignof(Segment));  // notes come next
     const int fixed = image_bytes + weight_bytes + factor_bytes + exchange_bytes + total_bytes + barrier_bytes + 256;
@@ -278,7 +281,7 @@ struct BlockView {
   __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(shared + plan.factors); }
   __device__ __forceinline__ float* exchange() const { return reinterpret_cast<float*>(shared + plan.exchange); }
   __device__ __forceinline__ float4* totals() const { return reinterpret_cast<float4*>(shared + plan.totals); }
-  __device__ __forceinline__ float* references(int rows) const { return exchange() + 8 * rows; }
+  __device__ __forceinline__ float* references(int rows) const { return exchange() + Plan::kExchanged * rows; }
   __device__ __forceinline__ Notes& notes() const { return *reinterpret_cast<Notes*>(shared + plan.notes); }
 
   // Barriers: stage `i` has arrived; it has been read; weights `i` are there; weights `i` have been read; the image of
@@ -286,7 +289,9 @@ struct BlockView {
   __device__ __forceinline__ uint64_t* arrived(int i) const { return barriers() + i; }
   __device__ __forceinline__ uint64_t* freed(int i) const { return barriers() + kMaxStages + i; }
   __device__ __forceinline__ uint64_t* weighed(int i) const { return barriers() + 2 * kMaxStages + i; }
-  __device__ __forceinline__ uint64_t* summed(int i) const { return barriers() + 2 * kMaxStages + kWeightBuffers + i; }
+  __device__ __forceinline__ uint64_t* weights_read(int i) const {
+    return barriers() + 2 * kMaxStages + kWeightBuffers + i;
+  }
   __device__ __forceinline__ uint64_t* prepared() const { return barriers() + 2 * kMaxStages + 2 * kWeightBuffers; }
 
  private:
@@ -310,16 +315,7 @@ __device__ __forceinline__ void leave_part(const BlockView& block, bool whole, f
 }
 
 // The scale of a token that nobody may have stored.
-__device__ __forceinline__ float finite_or_0(float scale) { return fabsf(scale) <= 65504.0f ? scale : 0; }
-
-// f(0), f(1), .. f(N - 1), with numbers that are known when it is compiled.
-template <int N, int I = 0, typename F>
-__device__ __forceinline__ void for_each(F&& f) {
-  if constexpr (I < N) {
-    f(std::integral_constant<int, I>{});
-    for_each<N, I + 1>(f);
-  }
-}
+__device__ __forceinline__ float finite_or_0(float scale) { return fabsf(scale) <= format::kMaxHalf ? scale : 0; }
 
 // Leaves 16 rows of sums of a warp in a partial result. Element 4 j + 2 i + h of sums is row g + 8 i and place 2 t + h
 // of octet j: channel t or t + 4 (attention/row_tiles/expansion.cuh). to: row g, from the first channel on. ROW: floats
@@ -337,18 +333,6 @@ __device__ __forceinline__ void leave_sums(const float* sums, float* to, int t, 
                                                                       y[3] * unit};
     }
   }
-}
-
-// As sync_threads; whether `mine` is true for any of the threads.
-__device__ __forceinline__ bool sync_any(int barrier, int threads, bool mine) {
-  int any;
-  asm volatile(
-      "{\n.reg .pred mine, any;\nsetp.ne.s32 mine, %1, 0;\nbar.red.or.pred any, %2, %3, mine;\n"
-      "selp.s32 %0, 1, 0, any;\n}"
-      : "=r"(any)
-      : "r"(static_cast<int>(mine)), "r"(barrier), "r"(threads)
-      : "memory");
-  return any;
 }
 // Four 8 x 8 matrices of 16-bit elements from an address in shared memory (common/mma.cuh).
 template <bool TRANSPOSED = false>

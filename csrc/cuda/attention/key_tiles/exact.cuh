@@ -80,12 +80,6 @@ class ExactKeys {
     if (at >= kD) return;
     copy_or_clear(to + at, from ? from + at : block_.call.q, from != nullptr);
   }
-  // Queries may begin anywhere.
-  __device__ __forceinline__ void copy_query(uint16_t* to, const uint16_t* from) const {
-    if (from == nullptr || reinterpret_cast<uint64_t>(from) % 16 == 0) return copy(to, from);
-#pragma unroll 1
-    for (int i = lane_of_half(); i < kD; i += 16) to[i] = from[i];
-  }
 
   __device__ __forceinline__ void prepare() {
     const Attention& a = block_.call;
@@ -106,7 +100,7 @@ class ExactKeys {
 #pragma unroll
     for (int k = 0; k < kRowsOfWarp; k += 2) {
       const int mine = k + block_.lane / 16;
-      copy_query(queries_ + of_warp(mine) * kStride, told(query, mine));
+      copy(queries_ + of_warp(mine) * kStride, told(query, mine));
     }
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) sums_[i] = 0;

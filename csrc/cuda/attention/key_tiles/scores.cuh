@@ -114,13 +114,13 @@ class ScoreGroup {
         if (any) block_.vote(count) = count;
         arrive(block_.voted());
       }
-      const bool summed = has_ended(block_.summed(buffer), phase ^ 1);
+      const bool was_read = has_ended(block_.weights_read(buffer), phase ^ 1);
       if (!arrived) wait_barrier(block_.arrived(turn.stage), turn.phase);
       expand(keys, turn.stage * block_.own.unit_bytes);
       wait_barrier(block_.voted(), count & 1);
       // a row may see its first keys; references may be lowered
       const bool moves = block_.vote(count) == count || token <= first_all_ || i % kLowerUnits == 0;
-      if (!summed) wait_barrier(block_.summed(buffer), phase ^ 1);
+      if (!was_read) wait_barrier(block_.weights_read(buffer), phase ^ 1);
       float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
       if (moves) move_references(exponent, scale, factors);
       if (block_.warp == 0 && block_.lane == 0) factors[S::kRows] = moves ? 1.0f : 0.0f;
@@ -158,7 +158,7 @@ class ScoreGroup {
     Keys::load(row + 8 * kRow, plane + 8 * kPlane, 0, block_.t, y);
     Keys::prepare(x, block_.t, p);
     Keys::prepare(y, block_.t, q);
-    split_kv::for_each<Keys::kProducts>([&](auto i) { Keys::template expand<i>(p, q, table, to.a[i]); });
+    for_each<Keys::kProducts>([&](auto i) { Keys::template expand<i>(p, q, table, to.a[i]); });
   }
 
   // Begins to sum products with both bytes of the queries.
@@ -217,7 +217,7 @@ class ScoreGroup {
     for (int i = 0; i < 2; ++i) {
       const int place = 16 * block_.warp + block_.g + 8 * i, at = token + place;
       const bool there = present >> (place >> block_.layout.copy_shift) & 1;
-      const bool finite = fabsf(scale[i]) <= 65504.0f;
+      const bool finite = fabsf(scale[i]) <= format::kMaxHalf;
       if (!finite) scale[i] = 0;
 #pragma unroll
       for (int j = 0; j < kTiles; ++j) {

@@ -83,7 +83,11 @@ struct View : BlockView {
   __device__ __forceinline__ uint8_t* weights() const { return shared + own.weights; }
   __device__ __forceinline__ float* factors() const { return reinterpret_cast<float*>(shared + own.factors); }
   __device__ __forceinline__ float* exchange() const { return reinterpret_cast<float*>(shared + own.exchange); }
-  __device__ __forceinline__ float* references(int rows) const { return exchange() + 8 * rows; }
+  // Floats of a row there: what four warps and their result exchange; then its state, which lasts for a segment: the
+  // reference of its weights, the largest score, and what is added to its scores.
+  static constexpr int kExchanged = 4 + 1, kState = 3;
+  __host__ __device__ static constexpr int exchange_bytes(int rows) { return (kExchanged + kState) * rows * 4; }
+  __device__ __forceinline__ float* references(int rows) const { return exchange() + kExchanged * rows; }
 
   // The entries of tables of levels, [kMaxLevels] each (expansion.cuh): of grids of levels only.
   template <class S>
@@ -112,7 +116,9 @@ struct View : BlockView {
   __device__ __forceinline__ uint64_t* arrived(int i) const { return barriers() + i; }
   __device__ __forceinline__ uint64_t* freed(int i) const { return barriers() + kMaxStages + i; }
   __device__ __forceinline__ uint64_t* weighed(int i) const { return barriers() + 2 * kMaxStages + i; }
-  __device__ __forceinline__ uint64_t* summed(int i) const { return barriers() + 2 * kMaxStages + kWeightBuffers + i; }
+  __device__ __forceinline__ uint64_t* weights_read(int i) const {
+    return barriers() + 2 * kMaxStages + kWeightBuffers + i;
+  }
   __device__ __forceinline__ uint64_t* voted() const { return barriers() + 2 * kMaxStages + 2 * kWeightBuffers; }
   // By which a warp of scores tells the others of a unit, of this number, whose weights would be too large.
   __device__ __forceinline__ uint32_t& vote(uint32_t unit) const {

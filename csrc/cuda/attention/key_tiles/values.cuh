@@ -77,10 +77,10 @@ class ValueGroup {
     const float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
     if (factors[S::kRows] != 0) rescale(factors);
     const uint32_t weights = __shfl_sync(0xffffffff, weights_ + buffer * (S::kWeightBytes / 16), 0);
-    split_kv::for_each<kUnitTokens / 16>([&](auto b) {
+    for_each<kUnitTokens / 16>([&](auto b) {
       constexpr bool kNegative = counts_negatively(b), kNegates = kNegative && !Values::kMasks;
       uint32_t a[kUnits][4];
-      split_kv::for_each<kUnits>([&](auto u) { Values::template expand<u, kNegative>(words[b], table, a[u]); });
+      for_each<kUnits>([&](auto u) { Values::template expand<u, kNegative>(words[b], table, a[u]); });
       begin_products();
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
@@ -99,7 +99,7 @@ class ValueGroup {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) receive<4 * kTiles>(sums_[u]);
     __syncwarp();
-    if (block_.lane == 0) arrive(block_.summed(buffer));
+    if (block_.lane == 0) arrive(block_.weights_read(buffer));
   }
 
   __device__ __forceinline__ void rescale(const float* factors) {

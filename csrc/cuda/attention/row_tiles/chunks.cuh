@@ -347,7 +347,8 @@ class TileExpander : UnitExpander<S> {
         raw_(shared + warp_ / 2 * kUnits * plan.raw_stride),
         scales_(reinterpret_cast<__half*>(shared + plan.scales) + warp_ * S::kKeys) {}
 
-  // Warps that codes have no room for leave their tiles to others.
+  // Each pair of warps needs room for the codes of a tile. Pairs for which there is no room do nothing, and the others
+  // take their tiles.
   __device__ __forceinline__ void run(const Task& task) {
     const int room = plan_.queries / (kUnits * plan_.raw_stride), step = min(room, S::kExpandedAtOnce);
     if (warp_ / 2 >= step) return;

@@ -441,7 +441,7 @@ class Consumer {
       }
       publish_operands();
     }
-    if (!any_thread(broken, kConsumers)) return;
+    if (!sync_any(kConsumersBarrier, kConsumers, broken)) return;
     for (int k = 0; k < S::kKeys; ++k) {
       if (!(notes_.broken[k / 32] >> (k % 32) & 1)) continue;
 #pragma unroll
@@ -462,14 +462,6 @@ class Consumer {
   }
   static __device__ __forceinline__ bool is_zero(const Pair& x) {
     return (reinterpret_cast<const uint32_t&>(x) & 0x7FFF7FFF) == 0;
-  }
-  static __device__ __forceinline__ bool any_thread(bool x, int threads) {
-    int any;
-    asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.b32 %0, 1, 0, q; }"
-                 : "=r"(any)
-                 : "r"(static_cast<int>(x)), "n"(kConsumersBarrier), "r"(threads)
-                 : "memory");
-    return any;
   }
 
   // ---- Softmax

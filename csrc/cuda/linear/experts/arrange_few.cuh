@@ -8,7 +8,7 @@ namespace turboquant::cuda::linear::experts {
 
 constexpr int kMostArrangedPairs = 256;  // no more than a thread block has threads
 
-// Bytes of shared memory, and the arrangement there: its slots, for which nobody asks, are memory for arrange_few.
+// Bytes of shared memory, and the arrangement there. Nobody asks for its slots; arrange_few works in their memory.
 __host__ __device__ constexpr int few_bytes(int pairs) { return static_cast<int>(arrangement_bytes(pairs, pairs, 2)); }
 __device__ __forceinline__ Arrangement few_in(uint8_t* memory, int pairs) {
   return arrangement_in(memory, pairs, pairs, 2);

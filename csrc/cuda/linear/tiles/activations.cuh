@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(32 * kMostRotateWarps, 1)
   }
   if (threadIdx.x == 0) {
     const float factor = __int_as_float((127 - down) << 23) * kOperandUnit;
-    p.factors[place] = most < 0x7F800000 ? factor : __uint_as_float(0x7FFFFFFF);
+    p.factors[place] = most < kInfinityBits ? factor : __uint_as_float(0x7FFFFFFF);
   }
 #endif
 }

@@ -36,14 +36,14 @@ constexpr float kOperandUnit = 8;   // of an operand of weights
 constexpr int kLog2Largest = 11;    // of activations
 
 struct Call {
-  const uint8_t* packed;
-  const int8_t* levels;  // [16], aligned to 16 bytes; null for the uniform grid and for codes that are levels
-  const void* x;         // [tokens, k]
+  const uint8_t* packed;  // [tiles of rows][groups][bytes of a block]
+  const int8_t* levels;   // [16], aligned to 16 bytes; null for the uniform grid and for codes that are levels
+  const void* x;          // [tokens, k]
   int64_t x_stride;
-  Dtype dtype;  // of x, bias and y
-  const float *signs, *channel_inverse;
-  const void* bias;
-  void* y;  // [tokens, n]
+  Dtype dtype;                           // of x, bias and y
+  const float *signs, *channel_inverse;  // [k]; channel_inverse is null where channels have no scales
+  const void* bias;                      // [n] or null
+  void* y;                               // [tokens, n]
   int64_t tokens, n;
   int groups;  // of a row
   format::WeightBlock block;

@@ -332,14 +332,6 @@ class StreamK {
   __device__ __forceinline__ float bias_of(const Tokens& tokens, int64_t row) const {
     return a_.bias && row < a_.n ? load_float(a_.bias, a_.dtype, tokens.weight * a_.n + row) : 0.0f;
   }
-  // An 8 x 8 matrix of 16-bit elements, a row for four lanes, transposed.
-  static __device__ __forceinline__ uint32_t transposed(uint32_t x) {
-    uint32_t y = x;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-#endif
-    return y;
-  }
 
   // Two neighbouring outputs at a time.
   template <typename T>

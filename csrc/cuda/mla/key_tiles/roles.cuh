@@ -31,7 +31,7 @@ class KeyRoles {
       init_barrier(block_.arrived(i), kUnitTiles), init_barrier(block_.freed(i), kValueWarps);
     }
     for (int i = 0; i < kWeightBuffers; ++i) {
-      init_barrier(block_.weighed(i), kWarpgroup), init_barrier(block_.summed(i), kValueWarps);
+      init_barrier(block_.weighed(i), kWarpgroup), init_barrier(block_.weights_read(i), kValueWarps);
     }
     init_barrier(block_.prepared(), 1);
   }

@@ -171,7 +171,7 @@ class ScoreGroup {
     if (is_masked(token)) mask(score, token);
     moves |= token <= first_all_;  // a row may see its first keys
     moves = sync_any(kScoresBarrier, kWarpgroup, exceeds(score, scale.of)) || moves;
-    wait_barrier(block_.summed(buffer), turn.buffer_phase() ^ 1);
+    wait_barrier(block_.weights_read(buffer), turn.buffer_phase() ^ 1);
     float* factors = block_.factors() + buffer * Plan::factors_of(S::kRows);
     if (moves) move_references(score, scale.of, factors);
     if (thread() == 0) factors[S::kRows] = moves ? 1.0f : 0.0f;

@@ -90,7 +90,7 @@ class ValueGroup {
       multiply<decltype(codes)>(turn.stage * block_.plan.unit_bytes, weights);
     });
     __syncwarp();
-    if (block_.lane == 0) arrive(block_.summed(buffer));
+    if (block_.lane == 0) arrive(block_.weights_read(buffer));
   }
 
   // The unit that is `unit` bytes behind the start of shared memory.

@@ -138,7 +138,7 @@ class RowScores {
     const bool lacks_top = top_[0] == kNothing || top_[1] == kNothing;  // all scores so far may be -inf
     moves |= __any_sync(0xffffffff, lacks_top || bound(exponent, scale) > kRaise);
     const int buffer = turn.buffer();
-    wait_barrier(&barriers_.summed[buffer], turn.buffer_phase() ^ 1);
+    wait_barrier(&barriers_.weights_read[buffer], turn.buffer_phase() ^ 1);
     Factors& factors = reinterpret_cast<Factors*>(block_.shared + block_.plan.factors)[buffer];
     if (moves) move_references(exponent, scale, factors);
     if (block_.lane == 0) factors.moved[block_.warp] = moves;

@@ -60,12 +60,16 @@ struct TileTurn {
 };
 __device__ __forceinline__ int num_tiles(int units) { return ceil_div(units * kUnitPieces, kTilePieces); }
 
-// Barriers of a block: the codes of a tile have arrived in raw slot i; they have been read; tile i has been expanded;
-// it has been summed; weights i of a piece are there; all of them have been read.
+// Barriers of a block, and what has happened when their phase ends.
 template <class S>
 struct RowBarriers {
-  uint64_t arrived[kMostRawSlots], read[kMostRawSlots], expanded[S::kTiles], freed[S::kTiles],
-      weighed[kWeightBuffers][kTilePieces], summed[kWeightBuffers], prepared;
+  uint64_t arrived[kMostRawSlots];                // a tile's codes are in the raw slot
+  uint64_t read[kMostRawSlots];                   // warps that expand have read them
+  uint64_t expanded[S::kTiles];                   // the tile's levels, rotary channels and scales are in the ring
+  uint64_t freed[S::kTiles];                      // products have read the tile
+  uint64_t weighed[kWeightBuffers][kTilePieces];  // the weights of a piece are there
+  uint64_t weights_read[kWeightBuffers];          // warps that sum have read them
+  uint64_t prepared;                              // the image of the queries has arrived
 
   __device__ __forceinline__ void init() {
     for (uint64_t& x : arrived) init_barrier(&x, 1);
@@ -75,7 +79,7 @@ struct RowBarriers {
     for (auto& of_buffer : weighed) {
       for (uint64_t& x : of_buffer) init_barrier(&x, kWarpgroup / 32);
     }
-    for (uint64_t& x : summed) init_barrier(&x, S::kSumWarps);
+    for (uint64_t& x : weights_read) init_barrier(&x, S::kSumWarps);
     init_barrier(&prepared, 1);
   }
 };
@@ -87,7 +91,7 @@ struct Factors {
   int moved[kWarpgroup / 32];
 };
 
-// Where everything is in `shared_limit` bytes of shared memory. There is room for two raw slots.
+// Where everything is in `shared_limit` bytes of shared memory.
 template <class S>
 Plan plan_of_row_tiles(const format::LatentRecord& r, int shared_limit) {
   int next = S::kRingBytes;

@@ -2,8 +2,8 @@
 // product. As soon as a piece of a tile has been summed, that of a later tile is expanded to its place. A warpgroup
 // expands the channels that it sums, so that a barrier of its own is enough before it does.
 //
-// Lane (g, t) of warp w has rows 16 w + g and 16 w + g + 8 of every eight places of channels places 2 t and 2 t + 1:
-// channels t and t + 4 (attention/row_tiles/expansion.cuh).
+// Lane (g, t) of warp w has two rows, 16 w + g and 16 w + g + 8. Of each it has places 2 t and 2 t + 1 of every eight,
+// which are channels t and t + 4 (attention/row_tiles/expansion.cuh).
 #pragma once
 
 #include "cuda/mla/row_tiles/expander.cuh"
@@ -99,7 +99,7 @@ class RowSums {
       commit_products();
     });
     __syncwarp();
-    if (block_.lane == 0) arrive(&barriers_.summed[buffer]);
+    if (block_.lane == 0) arrive(&barriers_.weights_read[buffer]);
   }
   // Its products are done.
   __device__ __forceinline__ void leave_tile(const TileTurn<S>& turn) const {

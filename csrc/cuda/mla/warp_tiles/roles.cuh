@@ -3,12 +3,13 @@
 // product of 64 rows unused.
 //
 // A block has 16 rows and takes a tile of the record, 32 keys, at a time. Each warp has 64 or 128 channels of
-// everything: it loads their codes from memory, a tile ahead, expands them to float16, multiplies them with its
-// channels of the queries, and sums its channels of weighted latents, for which it keeps them in shared memory. So
-// warps meet twice in a tile: when scores over parts of the channels are there, and when weights are.
+// everything. It loads the codes of its channels from memory, a tile ahead, and expands them to levels in float16. From
+// registers it multiplies the levels with its channels of the queries; it keeps a copy in shared memory and multiplies
+// that with the weights. So warps meet twice in a tile: when scores over parts of the channels are there, and when
+// weights are.
 //
-// Lane (g, t) has of scores rows g and g + 8 by keys 8 j + 2 t and 8 j + 2 t + 1, and of sums the same rows by places
-// 2 t and 2 t + 1 of every eight: channels t and t + 4 (attention/row_tiles/expansion.cuh).
+// Lane (g, t) has two rows, g and g + 8: of scores those of keys 8 j + 2 t and 8 j + 2 t + 1, and of sums places 2 t and
+// 2 t + 1 of every eight, which are channels t and t + 4 (attention/row_tiles/expansion.cuh).
 #pragma once
 
 #include "cuda/codec/record.cuh"
@@ -195,12 +196,12 @@ class WarpRoles {
   // The warp's channels of the queries, and up to 32 rotary ones, as left operands, and the factors of scores.
   __device__ __forceinline__ void load_queries(const uint8_t* image, const RowTable& rows) {
     // Word `word` of a row of 64 channels: two channels that are neighbours in the image.
-    const auto word = [&](int panel, int row, int word) {
-      return *reinterpret_cast<const uint32_t*>(image + panel * (S::kRows * kSwizzleRow) + swizzled(row, word * 4));
+    const auto word = [&](int of_panel, int row, int i) {
+      return *reinterpret_cast<const uint32_t*>(image + of_panel * (S::kRows * kSwizzleRow) + swizzled(row, i * 4));
     };
-    const auto operand = [&](int panel, int first, int second) {
-      return make_uint4(word(panel, block_.g, first), word(panel, block_.g + 8, first), word(panel, block_.g, second),
-                        word(panel, block_.g + 8, second));
+    const auto operand = [&](int of_panel, int first, int second) {
+      return make_uint4(word(of_panel, block_.g, first), word(of_panel, block_.g + 8, first),
+                        word(of_panel, block_.g, second), word(of_panel, block_.g + 8, second));
     };
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
