@@ -33,7 +33,7 @@ CALLS: dict[str, dict[str, int]] = {
         **{"d": 128, "dtype": BF16, "tokens": 4096, "heads": 8, **KEYS, **VALUES},
         **{"pages": 1024, "tile_bytes": 4224, "tail": 1, "aligned": 1, "seqs": 1, "max_seqs": 1},
     },
-    "cache_load": {"d": 128, "dtype": BF16, "seqs": 4, "max_length": 4096, "heads": 8, "width": 4},
+    "cache_load": {"d": 128, "dtype": BF16, "seqs": 4, "max_length": 4096, "heads": 8},
     "score": {
         **{"has_codes": 1, "has_sketch": 0, "dense": 0, **CODES, "m": 128, "d": 128},
         **{"batch": 1, "queries": 1, "keys": 4096, "word_rows": 1, "aligned": 1},
@@ -189,7 +189,6 @@ CASES = [
     Case("cache_store", {"seqs": TWO_GIB, "tail": 0, **FEW}, "step", TOO_FEW),
     Case("cache_store", {"aligned": 0, **FEW}, "generic", TAIL),
     Case("cache_load", {}, "bulk", FILL),
-    Case("cache_load", {"width": 8}, "generic", "8-bit values"),
     Case("cache_load", {"d": 80}, "generic", DIMS),
     Case("cache_load", {"seqs": 1, "max_length": 1}, "generic", TOO_FEW),
     Case("cache_load", {"seqs": 1, "max_length": TWO_GIB}, "generic", COUNTERS),

@@ -114,10 +114,15 @@ def test_centers(d, soft_cap, center):
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
-@pytest.mark.parametrize("name", ["k4v4", "k4v4u", "k5v4u", "k3v3", "k4v2"])
+@pytest.mark.parametrize("name", ["k4v4", "k4v4u", "k5v4u", "k3v3", "k4v2", "k8v8"])
 def test_presets(name, page_size):
     config = tt.preset(name, 128, recent_window=20, sink_tokens=3, page_size=page_size)
     check_gathered(behind([200, 33], [500, 420], config=config, tail=page_size > 32))
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_codes_of_8_bits(d):
+    check_gathered(behind([200, 33], [500, 420], config=tt.preset("k8v8", d), tail=d > 64))
 
 
 @pytest.mark.parametrize("spread", [0.01, 3.0, 10.0])
@@ -291,14 +296,11 @@ def test_launches():
             assert len(names) == 3, names
             assert all(name in found for name, found in zip(wanted, names, strict=True)), names
     few = behind([200, 33], [33, 20])
-    other_dim, bytes_of_values = (
-        behind([200, 33], [500, 420], config=config)
-        for config in (tt.preset("k4v4u", 96), tt.preset("k8v8", 128))
-    )
+    other_dim = behind([200, 33], [500, 420], config=tt.preset("k4v4u", 96))
     no_page_more = behind([0, 0], [512, 420])
     pages = 512 // no_page_more.config.page_size
     no_page_more = no_page_more._replace(table=no_page_more.table[:, :pages])
-    for case in (few, other_dim, bytes_of_values):
+    for case in (few, other_dim):
         assert not gathers(case, **own_tokens(case)) and not gathers(case)
     assert not gathers(no_page_more, **own_tokens(no_page_more))
     without_own = [

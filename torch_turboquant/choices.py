@@ -216,11 +216,11 @@ def _cache_load(
     value_bits: int | None = None,
     dtype: torch.dtype | str = torch.bfloat16,
 ) -> list[int]:
-    c = _config(head_dim, preset, (key_bits, value_bits))
+    _config(head_dim, preset, (key_bits, value_bits))
     most = 2**20
     sizes = [_size("seqs", seqs, most), _size("max_seq_len", max_seq_len, most)]
     heads = _size("kv_heads", kv_heads, _MOST_HEADS)
-    return [head_dim, _DTYPES[_dtype(dtype)], *sizes, heads, c.value_bits]
+    return [head_dim, _DTYPES[_dtype(dtype)], *sizes, heads]
 
 
 def _encode(

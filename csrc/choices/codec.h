@@ -64,7 +64,6 @@ struct LoadShape {
   int head_dim;
   Dtype dtype;
   int64_t seqs, max_length, heads;
-  format::Width value_width;
 };
 
 namespace choices {
@@ -199,11 +198,6 @@ inline const char* against_encode_step(const StoreShape& s) {
   return against_vectors(s.head_dim, s.dtype);
 }
 
-// Why the bulk decoder cannot read pages with such values; null: it can.
-constexpr const char* against_values(format::Width width) {
-  return format::levels_are_codes(width) ? "8-bit values" : nullptr;
-}
-
 inline const char* against_decode_bulk(int head_dim, Dtype dtype, int64_t seqs, int64_t max_length, int64_t heads,
                                        int sources, const DeviceFacts& device) {
   if (const char* reason = against_vectors(head_dim, dtype)) return reason;
@@ -243,7 +237,6 @@ inline CodecChoice choose_store(const StoreShape& s, const DeviceFacts& device) 
 }
 
 inline CodecChoice choose_load(const LoadShape& s, const DeviceFacts& device) {
-  if (const char* reason = choices::against_values(s.value_width)) return {CodecKernel::kGeneric, reason};
   return choices::bulk_unless(
       choices::against_decode_bulk(s.head_dim, s.dtype, s.seqs, s.max_length, s.heads, 2, device));
 }

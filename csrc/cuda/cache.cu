@@ -138,8 +138,7 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
                         .dtype = a.dtype,
                         .seqs = seqs,
                         .max_length = c.max_seq_len,
-                        .heads = kv_heads,
-                        .value_width = record.value_width()};
+                        .heads = kv_heads};
   if (choose_load(shape, current_device().facts).kernel == CodecKernel::kBulk) {
     launch_decode_bulk(a, record.head_dim, launch.stream());
   } else {

@@ -45,7 +45,7 @@ CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("cache_store", PAGES, {"tokens": 4096}),
     ("cache_store", PAGES, {"tokens": 4096, "head_dim": 96}),
     ("cache_load", PAGES, {"seqs": 1, "max_seq_len": 4096}),
-    ("cache_load", PAGES, {"seqs": 1, "max_seq_len": 4096, "preset": "k8v8"}),
+    ("cache_load", PAGES, {"seqs": 1, "max_seq_len": 4096, "head_dim": 96}),
     ("encode", VECTORS, {"bits": 4}),
     ("decode", VECTORS, {}),
     ("decode", VECTORS, {"dtype": "float32"}),

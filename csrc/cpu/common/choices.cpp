@@ -224,8 +224,7 @@ Answer choose_load(Facts& facts, const DeviceFacts& device) {
                         .dtype = facts.dtype(),
                         .seqs = facts.vectors(),
                         .max_length = facts.vectors(),
-                        .heads = facts.heads(),
-                        .value_width = facts.width()};
+                        .heads = facts.heads()};
   facts.require(shape.max_length <= kMostVectors / shape.seqs);
   return facts.valid() ? answer(turboquant::choose_load(shape, device)) : kBadFacts;
 }

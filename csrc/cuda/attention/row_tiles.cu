@@ -196,7 +196,7 @@ void RowTilesLaunch::choose_gather() {
   if (items < kLeastItems + a.seqs / kSequencesOfItem) return;
   const int64_t most = kGatheredBytes / (int64_t{4} * a.kv_heads * d) & -16;
   if (most < kLeastMemory) return;
-  gather_ = find_gather_kernel(d, a.record.value_width(), a.dtype);
+  gather_ = find_gather_kernel(d, a.dtype);
   if (!gather_.kernel) return;
   const int64_t of_sequence = int64_t{a.room} + 48 + (a.tail ? a.sink_tokens + a.recent_window : 0);
   GatherPlan& plan = prompts_.plan.gather;

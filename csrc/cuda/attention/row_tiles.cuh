@@ -40,11 +40,11 @@ KernelEntry find_chunks_kernel(Dtype dtype);
 
 // The kernel that gathers older tokens for the one of prompts. Defined in instances/gather.cu.
 struct GatherEntry {
-  const void* kernel;  // null: there is none for this head_dim, or for these values
+  const void* kernel;  // null: there is none for this head_dim
   int threads;         // of a block
   int blocks;          // per multiprocessor, at most
 };
-GatherEntry find_gather_kernel(int head_dim, format::Width values, Dtype dtype);
+GatherEntry find_gather_kernel(int head_dim, Dtype dtype);
 
 // Bytes of a raw stage: the tiles of a record that hold kUnitKeys tokens, in places that bulk copies can write to.
 constexpr int raw_stride(const format::Record& record) {

@@ -110,8 +110,17 @@ __host__ __device__ constexpr int lane_words() {
   return 0;
 }
 
+// A lane's part of 16 bytes of 8-bit values, four codes of each of four tokens: those of its two tokens, which are bytes
+// b and b + 2 of each word, b = g % 2.
+__device__ __forceinline__ void load_byte_values(const uint8_t* from, int g, uint32_t& first, uint32_t& second) {
+  const uint32_t own = g % 2 ? 0x7351 : 0x6240;
+  const uint4 x = *reinterpret_cast<const uint4*>(from);
+  const uint32_t low = select_bytes(x.x, x.y, own), high = select_bytes(x.z, x.w, own);
+  first = select_bytes(low, high, 0x5410), second = select_bytes(low, high, 0x7632);
+}
+
 // The codes of a lane's two tokens in their stored form: [set][token][..], of values [set][eight codes of both
-// tokens][..].
+// tokens][..]. Values of 8 bits are put in order: [set][half][2 token + product].
 template <typename Traits, Kind KIND, Width WIDTH>
 struct StoredCodes {
   uint32_t word[Traits::kSets][2][lane_words<KIND, WIDTH>()];
@@ -127,6 +136,8 @@ struct StoredCodes {
         uint32_t* to = word[h][i];
         if constexpr (KIND == Kind::kRows && format::levels_are_codes(WIDTH)) {  // rows are aligned to 8 bytes only
           load_shared_words<2>(from, to), load_shared_words<2>(from + 8, to + 2);
+        } else if constexpr (KIND == Kind::kValues && format::levels_are_codes(WIDTH)) {
+          load_byte_values(from, g, to[0], to[2]), load_byte_values(from + format::kChunkBytes, g, to[1], to[3]);
         } else if constexpr (KIND == Kind::kRows && WIDTH == Width::k3) {  // aligned to 4 bytes only
           to[0] = load_word(from), to[1] = load_word(from + 4);
         } else if constexpr (KIND == Kind::kKeys && format::has_plane(WIDTH)) {
@@ -297,7 +308,9 @@ __device__ __forceinline__ void put_levels(const StoredCodes<Traits, KIND, WIDTH
       asm("" : "+r"(low));  // one mask for both products
 #pragma unroll
       for (int product = 0; product < 2; ++product) {
-        if constexpr (format::levels_are_codes(WIDTH)) {
+        if constexpr (KIND == Kind::kValues && format::levels_are_codes(WIDTH)) {
+          a[h][product][r] = stored.word[h][half][2 * token + product];
+        } else if constexpr (format::levels_are_codes(WIDTH)) {
           // The selection gives each operand a register of its own; the values of missing tokens are not used either
           // way. Without it, loaded words would stay in the registers of the load, and the products, which serve codes
           // of all widths, would begin with moves.

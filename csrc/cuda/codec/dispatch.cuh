@@ -24,6 +24,7 @@ __device__ __forceinline__ void dispatch_codes(Kind kind, Width width, Fn&& fn) 
     case choice_of(Kind::kValues, Width::k2): return fn.template operator()<Kind::kValues, Width::k2>();
     case choice_of(Kind::kValues, Width::k3): return fn.template operator()<Kind::kValues, Width::k3>();
     case choice_of(Kind::kValues, Width::k4): return fn.template operator()<Kind::kValues, Width::k4>();
+    case choice_of(Kind::kValues, Width::k8): return fn.template operator()<Kind::kValues, Width::k8>();
     case choice_of(Kind::kRows, Width::k1): return fn.template operator()<Kind::kRows, Width::k1>();
     case choice_of(Kind::kRows, Width::k2): return fn.template operator()<Kind::kRows, Width::k2>();
     case choice_of(Kind::kRows, Width::k3): return fn.template operator()<Kind::kRows, Width::k3>();

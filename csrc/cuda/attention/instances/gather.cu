@@ -1,12 +1,12 @@
-// The kernels that gather older tokens, of the head_dims and codes that bulk decoding has.
+// The kernels that gather older tokens, of the head_dims that bulk decoding has.
 #include "cuda/attention/row_tiles.cuh"
 #include "cuda/attention/row_tiles/gather.cuh"
 
 namespace turboquant::cuda::row_tiles {
 
-GatherEntry find_gather_kernel(int head_dim, format::Width values, Dtype dtype) {
+GatherEntry find_gather_kernel(int head_dim, Dtype dtype) {
   GatherEntry found{};
-  if (choices::against_vectors(head_dim, dtype) || choices::against_values(values)) return found;
+  if (choices::against_vectors(head_dim, dtype)) return found;
   dispatch_bulk(dtype, head_dim, [&](auto log_d, auto tag) {
     using Traits = DecodeTraits<log_d>;
     using T = typename decltype(tag)::type;
