@@ -154,75 +154,56 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Leaves the sign bits of a rotated vector in its row `to`; all: the signs count, or else the bits are 0. All lanes of
-// the warp take part.
-template <int LANES>
-__device__ __forceinline__ void put_signs(const LaneVector<LANES>& v, const LaneShape<LANES>& s, bool all, bool exists,
-                                          uint8_t* to, int lane) {
-  const int mine = lane % 4;
-#pragma unroll
-  for (int e = 0; e < kRoom; e += 8) {
-    if (e >= s.elements) break;
-    // Four lanes have two bits each of a byte, and four pairs of elements are four bytes, of which each stores one.
-    uint32_t bytes = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (e + i < s.elements && v.y[e + i] >= 0) bytes |= 1u << (8 * (i / 2) + i % 2);
-    }
-    bytes <<= 2 * mine;
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) bytes |= __shfl_xor_sync(0xffffffff, bytes, bit);
-    const int of_pair = e + 2 * mine;
-    if (exists && of_pair < s.elements) {
-      to[(LANES * of_pair + 2 * (lane - mine)) / 8] = all ? static_cast<uint8_t>(bytes >> 8 * mine) : 0;
-    }
-  }
-}
-
-// Any d (codec/lanes.cuh, codec/generic.cuh), exactly as the format says: a vector for each group of lanes, which hold
-// it in registers or in dynamic shared memory. residual: rows of d channels -> bits: [count, d / 8], norms: [count]
+// Any d, exactly as the format says: a warp holds a vector in registers (codec/lanes.cuh) or in dynamic shared memory
+// (codec/generic.cuh). residual: rows of d channels -> bits: [count, d / 8], norms: [count]
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads)
     sketch_any_kernel(const void* residual, const __grid_constant__ Rows rows, const __grid_constant__ Shape shape,
                       const float* signs, Dtype dtype, uint8_t* bits, float* norms) {
-  constexpr int kLanes = Shape::kLanes;
-  const int lane = threadIdx.x % kLanes, mine = threadIdx.x / kLanes, d = shape.d;
-  const int64_t vector = int64_t{blockIdx.x} * (blockDim.x / kLanes) + mine;
-  const bool exists = vector < rows.count;
-  const int64_t from = rows(exists ? vector : 0);
+  static_assert(Shape::kLanes == 32);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, d = shape.d;
+  const int64_t vector = int64_t{blockIdx.x} * (blockDim.x / 32) + warp;
+  if (vector >= rows.count) return;
   uint8_t* to = bits + vector * (d / 8);
 
   uint32_t amax = 0;
   float sum;
   if constexpr (Shape::kInRegisters) {
-    using Vector = LaneVector<kLanes>;
+    using Vector = LaneVector<32>;
     Vector v;
-    v.load(shape, residual, dtype, from, signs, {}, lane);
+    v.load(shape, residual, dtype, rows(vector), signs, {}, lane);
     Vector::for_each_pair(shape,
                           [&](int e) { amax = max(amax, max(magnitude_bits(v.y[e]), magnitude_bits(v.y[e + 1]))); });
-    amax = max_of_lanes<kLanes>(amax);
+    amax = max_of_lanes(amax);
     const float down = power_of_two(-prescale_exponent(amax));
     Vector::for_each_pair(shape, [&](int e) { v.multiply(e, {down, down}); });
     sum = v.sum_of_squares(shape);
     v.transform(shape, true, lane);
-    put_signs(v, shape, amax < kInfinityBits, exists, to, lane);
+    // Four lanes have two bits each of a byte.
+    const int place = 2 * (lane % 4);
+    Vector::for_each_pair(shape, [&](int e) {
+      uint32_t byte = (static_cast<uint32_t>(v.y[e] >= 0) | static_cast<uint32_t>(v.y[e + 1] >= 0) << 1) << place;
+#pragma unroll
+      for (int bit = 1; bit < 4; bit *= 2) byte |= __shfl_xor_sync(0xffffffff, byte, bit);
+      if (place == 0) to[Vector::channel(e, lane) / 8] = amax < kInfinityBits ? static_cast<uint8_t>(byte) : 0;
+    });
   } else {
     extern __shared__ float shared[];
-    float* y = shared + mine * generic_words(d);
-    load_generic(y, d, residual, dtype, from, signs, {}, lane);
+    float* y = shared + warp * generic_words(d);
+    load_generic(y, d, residual, dtype, rows(vector), signs, {}, lane);
     for (int c = lane; c < d; c += 32) amax = max(amax, magnitude_bits(y[c]));
     amax = max_of_lanes(amax);
     const float down = power_of_two(-prescale_exponent(amax));
     for (int c = lane; c < d; c += 32) y[c] = __fmul_rn(y[c], down);
     sum = generic_sum_of_squares(y, y + generic_stride(d), shape, lane);
     transform_generic(y, shape, true, lane);
-    for (int byte = lane; exists && byte < d / 8; byte += 32) {
+    for (int byte = lane; byte < d / 8; byte += 32) {
       unsigned packed = 0;
       for (int k = 0; k < 8; ++k) packed |= static_cast<unsigned>(y[8 * byte + k] >= 0) << k;
       to[byte] = amax < kInfinityBits ? static_cast<uint8_t>(packed) : 0;
     }
   }
-  if (exists && lane == 0) {
+  if (lane == 0) {
     const float up = power_of_two(prescale_exponent(amax));
     norms[vector] = amax < kInfinityBits ? __fmul_rn(__fsqrt_rn(sum), up) : quiet_nan();
   }
@@ -420,13 +401,19 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
       });
       break;
     case SketchKernel::kGeneral: {
-      with_vector_shape(split, [&]<typename Shape>(const Shape& shape) {
+      const auto start = [&]<typename Shape>(const Shape& shape) {
         // 48 KB hold a warp's vector at least.
         const int bytes = Shape::kInRegisters ? 0 : 4 * generic_words(shape.d);
-        const int groups = bytes ? std::clamp(kDefaultSharedBytes / bytes, 1, kThreads / 32) : kThreads / Shape::kLanes;
-        sketch_any_kernel<<<num_blocks(rows.count, groups), groups * Shape::kLanes, groups * bytes, launch.stream()>>>(
+        const int warps = bytes ? std::clamp(kDefaultSharedBytes / bytes, 1, kThreads / 32) : kThreads / 32;
+        sketch_any_kernel<<<num_blocks(rows.count, warps), 32 * warps, warps * bytes, launch.stream()>>>(
             in.data(), rows, shape, signs.data(), dtype, bits_out, norm_out);
-      });
+      };
+      // Vectors that eight or 16 lanes could share are fewer than 64 channels, or 224.
+      if (choices::vector_lanes(split) == 32) {
+        start(LaneShape<32>(split));
+      } else {
+        start(GenericShape(split));
+      }
       break;
     }
   }

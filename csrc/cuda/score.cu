@@ -111,6 +111,7 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   const int64_t d = q.size(q.dim() - 1);
   a.d = static_cast<int>(d);
   a.split = check_vector_dim(d, "q");
+  for (int j = 0; j < a.split.blocks; ++j) a.hartley[j] = format::hartley(a.split.blocks, j);
   STD_TORCH_CHECK(shape.queries <= INT32_MAX, "q has ", shape.queries, " queries, supported: up to ", INT32_MAX);
   a.queries = static_cast<int>(shape.queries);
   a.keys = shape.keys;

@@ -28,6 +28,7 @@ struct ScoreArguments {
   Dtype q_dtype;
   int queries, d;
   format::Split split;
+  float hartley[format::kMaxBlocks];  // row 1 of the transform's odd factor
   int64_t keys;
   int key_blocks, query_blocks;
   int span;  // keys of a block
@@ -98,8 +99,9 @@ __device__ __forceinline__ float load_products(const ScoreArguments& a, int64_t 
 }
 
 // The transform of y[d] in shared memory (docs/format.md section 2), by one warp. Short code, which is the same for every d,
-// because each block runs it once.
-__device__ inline void transform_shared(float* y, format::Split split, int lane) {
+// because each block runs it once. row: row 1 of the m x m factor
+__device__ inline void transform_shared(float* y, format::Split split, const float (&row)[format::kMaxBlocks],
+                                        int lane) {
   const int m = split.blocks, n = split.block, d = m * n;
 #pragma unroll 1
   for (int h = 1; h < n; h *= 2) {
@@ -117,25 +119,22 @@ __device__ inline void transform_shared(float* y, format::Split split, int lane)
   for (int c = lane; c < d; c += 32) y[c] = __fmul_rn(y[c], norm);
   __syncwarp();
   if (m == 1) return;
-  const float row = format::hartley(m, min(lane, m - 1));  // entry `lane` of row 1 of the m x m factor
 #pragma unroll 1
-  for (int first = 0; first < n; first += 32) {
-    const int i = first + lane;
+  for (int i = lane; i < n; i += 32) {
     float in[format::kMaxBlocks];
-#pragma unroll
-    for (int j = 0; j < format::kMaxBlocks; ++j) in[j] = j < m && i < n ? y[j * n + i] : 0;
+#pragma unroll 1
+    for (int j = 0; j < m; ++j) in[j] = y[j * n + i];
 #pragma unroll 1
     for (int b = 0; b < m; ++b) {
-      float sum = 0;
+      float sum = __fmul_rn(row[0], in[0]);
       int entry = 0;  // b * j mod m
-#pragma unroll
-      for (int j = 0; j < format::kMaxBlocks; ++j) {
-        const float product = __fmul_rn(__shfl_sync(0xffffffff, row, entry), in[j]);
-        if (j < m) sum = j == 0 ? product : __fadd_rn(sum, product);
+#pragma unroll 1
+      for (int j = 1; j < m; ++j) {
         entry += b;
         if (entry >= m) entry -= m;
+        sum = __fadd_rn(sum, __fmul_rn(row[entry], in[j]));
       }
-      if (i < n) y[b * n + i] = sum;
+      y[b * n + i] = sum;
     }
   }
   __syncwarp();
@@ -232,7 +231,7 @@ __device__ __forceinline__ void prepare_queries(const ScoreArguments& a, int bit
       total = rotate_in_registers(a, from, factors, channels, y, lane);
     } else {
       total = load_products(a, from, factors, channels, y, lane);
-      if (!dense) transform_shared(y, a.split, lane);
+      if (!dense) transform_shared(y, a.split, a.hartley, lane);
     }
   }
   if (SKETCH && a.dense) {  // all warps divide the rows of the projection
