@@ -134,7 +134,10 @@ class Codec:
         return pack_eager(best[1].to(torch.uint8), self.bits), scale
 
     def decode_eager(self, packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        levels = self.table[unpack_eager(packed, self.bits).int()]
+        if self.bits == 8:  # a code is its own level, a signed byte
+            levels = packed.view(torch.int8).float()
+        else:
+            levels = self.table[unpack_eager(packed, self.bits).int()]
         return (levels * (scale.float() / 32)[..., None] @ self.matrix.T).to(dtype)
 
 
@@ -172,6 +175,8 @@ class Rows:
             )
         yield Row("qjl_sketch structured", lambda: self.sketch(False))
         yield Row("qjl_sketch dense 128", lambda: self.sketch(True))
+        for d in (80, 224, 384, 1024):
+            yield Row(f"qjl_sketch structured d={d}", lambda d=d: self.sketch(False, d))
         for keys in (128, 4096, 32768, 131072):
             notes: dict[str, object] = {"keys": keys}
             if keys == 4096:
@@ -199,7 +204,7 @@ class Rows:
             for order in ("in order", "random"):
                 make = lambda n=name, s=search, o=order: self.store(n, s, o)  # noqa: E731
                 yield Row(f"cache_store {name} S={search}, slots {order}", make)
-        for name in ("k4v4", "k3v3"):
+        for name in ("k4v4", "k3v3", "k8v8"):
             yield Row(f"cache_load {name}", lambda n=name: self.load(n))
         for d in (80, 96, 160, 224):
             for search in (1, 8):
@@ -273,22 +278,22 @@ class Rows:
             return Work(op, size, decode_eager)
         return Work(lambda: tt.group_encode(x, group, bits), size, encode_eager)
 
-    def projection(self, dense: bool) -> tuple[Tensor, Tensor]:
+    def projection(self, dense: bool, d: int = D) -> tuple[Tensor, Tensor]:
         """The projection as the op takes it, and as a matrix for x @ matrix."""
         if dense:
-            s = tt.gaussian_projection(D, D, 1).to(self.device)
+            s = tt.gaussian_projection(d, d, 1).to(self.device)
             return s, s.T.contiguous()
-        s = random_signs(D, 1, kind=SignKind.SKETCH).to(self.device)
-        return s, rotation(D, s, torch.float32)
+        s = random_signs(d, 1, kind=SignKind.SKETCH).to(self.device)
+        return s, rotation(d, s, torch.float32)
 
-    def sketch(self, dense: bool) -> Work:
-        (s, matrix), x = self.projection(dense), self.randn(self.vectors, D)
+    def sketch(self, dense: bool, d: int = D) -> Work:
+        (s, matrix), x = self.projection(dense, d), self.randn(self.vectors * D // d, d)
 
         def eager():
             y = x.float()
             return pack_eager((y @ matrix >= 0).to(torch.uint8), 1), y.norm(dim=-1)
 
-        size = x.nbytes + self.vectors * (D // 8 + 4)
+        size = x.nbytes + len(x) * (d // 8 + 4)
         return Work(lambda: tt.qjl_sketch(x, s), size, eager)
 
     def score(
@@ -381,7 +386,8 @@ class Rows:
         seqs = 8
         table = pages.view(seqs, -1).int()
         lens = torch.full((seqs,), tokens // seqs, dtype=torch.int32, device=self.device)
-        sides = [Codec(config.key_bits, "lloyd", 1, self.device, d) for _ in range(2)]
+        grid = "uniform" if config.key_bits == 8 else "lloyd"
+        sides = [Codec(config.key_bits, grid, 1, self.device, d) for _ in range(2)]
         rows = [c.encode(x) for c, x in zip(sides, (k, v), strict=True)]
 
         def eager():
