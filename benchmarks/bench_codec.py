@@ -391,8 +391,10 @@ class Rows:
         rows = [c.encode(x) for c, x in zip(sides, (k, v), strict=True)]
 
         def eager():
-            for c, (packed, scale) in zip(sides, rows, strict=True):
+            return [
                 c.decode_eager(packed[slots], scale[slots], k.dtype)
+                for c, (packed, scale) in zip(sides, rows, strict=True)
+            ]
 
         return Work(
             lambda: tt.cache_load(cache, table, lens, config, tables, tokens // seqs, k.dtype),

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 import torch_turboquant as tt
+from tests.bad_arguments import calls
 from tests.bad_arguments.attention import PAGED_ATTENTION, new
 from tests.bad_arguments.cache import CACHE, NUM_PAGES, SLOTS, TABLE, TABLES, TAIL
 from tests.bad_arguments.calls import CASES, GOOD, ops, public, raw, tensors
@@ -146,6 +147,29 @@ def test_numbers_that_only_raw_ops_can_be_given():
         with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match=first):
             call()
     assert_same_bytes(CACHE, before)
+
+
+OF_ANY_SIZE = {"sliding_window", "max_q_len", "max_seq_len"}
+"""Windows and bounds that may exceed what they are compared with."""
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_integers_are_not_cut_to_32_bits(name, monkeypatch):
+    """2^32 + 4 bits are not 4 bits."""
+    call = {}
+
+    class Recorder:
+        def __getattr__(self, op):
+            return lambda **given: call.update(given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "ops", Recorder())
+        raw(name, GOOD[name])
+    assert call
+    for key, value in call.items():
+        if type(value) is int and key not in OF_ANY_SIZE:
+            with pytest.raises(RuntimeError):
+                getattr(ops, name)(**{**call, key: value + 2**32})
 
 
 # ---- fakes
