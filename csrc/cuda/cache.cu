@@ -134,11 +134,8 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
   a.pages = pages, a.layout = RecordLayout(record);
   a.table = integers(c.block_table), a.table_stride = c.block_table.stride(0), a.max_pages = c.max_pages();
   a.lengths = integers(c.seq_lens);
-  const LoadShape shape{.head_dim = record.head_dim,
-                        .dtype = a.dtype,
-                        .seqs = seqs,
-                        .max_length = c.max_seq_len,
-                        .heads = kv_heads};
+  const LoadShape shape{
+      .head_dim = record.head_dim, .dtype = a.dtype, .seqs = seqs, .max_length = c.max_seq_len, .heads = kv_heads};
   if (choose_load(shape, current_device().facts).kernel == CodecKernel::kBulk) {
     launch_decode_bulk(a, record.head_dim, launch.stream());
   } else {
