@@ -11,7 +11,7 @@
 namespace turboquant {
 
 enum class LatentKernel {
-  kKeyTiles,  // uniform grids of 4, 5 and 8 bits, straight from codes: keys are the long side of products (cuda/mla/key_tiles)
+  kKeyTiles,   // uniform grids of 4, 5 and 8 bits, straight from codes: keys are the long side (cuda/mla/key_tiles)
   kRowTiles,   // tables of levels and 3 bits, codes expanded once: rows of queries are (cuda/mla/row_tiles)
   kWarpTiles,  // all codes, for 16-bit queries, by products of single warps (cuda/mla/warp_tiles)
   kGeneral,    // everything (cuda/mla/general.cu)

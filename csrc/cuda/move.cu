@@ -25,8 +25,8 @@ struct MoveArguments {
 
 constexpr int kWarps = 8;  // of a block
 
-// A warp takes as few pairs as occupy the device, and at most kMostPairs. Where only some of many tokens move, most warps
-// find that out and end.
+// A warp takes as few pairs as occupy the device, and at most kMostPairs. Where only some of many tokens move, most
+// warps find that out and end.
 constexpr int kMostPairs = 16;
 constexpr int kOccupying = 32;  // warps that occupy a multiprocessor
 

@@ -14,6 +14,9 @@ CODEC = {
     "`decode` 4 / 3 bit": ["decode 4 bit", "decode 3 bit"],
     "PyTorch, 1 byte to 4": ["expand 1:4"],
     "`qjl_sketch` structured": ["qjl_sketch structured"],
+    "`qjl_sketch` d = 80 / 224 / 384 / 1,024": [
+        f"qjl_sketch structured d={d}" for d in (80, 224, 384, 1024)
+    ],
     "`score` 4 bit / with a sketch / `qjl_score`, 131,072 keys, of a sum's speed": [
         "score 4 bit 131072 keys",
         "score 4 bit + sketch 131072 keys",
@@ -22,7 +25,7 @@ CODEC = {
     "`cache_store` k4v4, 1 / 8 candidates": ["cache_store k4v4 S=1", "cache_store k4v4 S=8"],
     "`cache_store` k3v3, 1 / 8": ["cache_store k3v3 S=1", "cache_store k3v3 S=8"],
     "`cache_store` k5v4u, 1 / 8": ["cache_store k5v4u S=1", "cache_store k5v4u S=8"],
-    "`cache_load` k4v4 / k3v3": ["cache_load k4v4", "cache_load k3v3"],
+    "`cache_load` k4v4 / k3v3 / k8v8": [f"cache_load {name}" for name in ("k4v4", "k3v3", "k8v8")],
 }
 
 

@@ -120,8 +120,8 @@ struct Attention {
     const int slot = read(word, early), high = wide_slots ? read(word + 1, early) : 0;
     return high == 0 && static_cast<unsigned>(slot) < static_cast<unsigned>(max_seqs) ? slot : -1;
   }
-  // Beside new_keys, the new tokens may have been stored or not. Without tail_valid, only those rows of the ring are used
-  // that hold the same tokens before the new ones are stored and after.
+  // Beside new_keys, the new tokens may have been stored or not. Without tail_valid, only those rows of the ring are
+  // used that hold the same tokens before the new ones are stored and after.
   __device__ __forceinline__ Tail tail_of(int s, int length, bool early = false) const {
     const int slot = tail_slot(s, early);
     if (slot < 0) return {-1, 0, 0};

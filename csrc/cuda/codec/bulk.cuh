@@ -7,8 +7,8 @@
 
 namespace turboquant::cuda {
 
-// Vectors of tokens and heads, strides in bytes. A row starts at a multiple of what a load of eight channels takes, or of
-// a block's channels where a block of the transform has fewer.
+// Vectors of tokens and heads, strides in bytes. A row starts at a multiple of what a load of eight channels takes, or
+// of a block's channels where a block of the transform has fewer.
 struct EncodeSource {
   const uint8_t* data;
   int64_t token_stride, head_stride;

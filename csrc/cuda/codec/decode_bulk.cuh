@@ -110,8 +110,8 @@ __host__ __device__ constexpr int lane_words() {
   return 0;
 }
 
-// A lane's part of 16 bytes of 8-bit values, four codes of each of four tokens: those of its two tokens, which are bytes
-// b and b + 2 of each word, b = g % 2.
+// A lane's part of 16 bytes of 8-bit values, four codes of each of four tokens: those of its two tokens, which are
+// bytes b and b + 2 of each word, b = g % 2.
 __device__ __forceinline__ void load_byte_values(const uint8_t* from, int g, uint32_t& first, uint32_t& second) {
   const uint32_t own = g % 2 ? 0x7351 : 0x6240;
   const uint4 x = *reinterpret_cast<const uint4*>(from);

@@ -197,10 +197,10 @@ __device__ __forceinline__ void copy_together(uint8_t* to, const uint8_t* from, 
   }
 }
 
-// Fills two stages, whose barriers are `first_barrier` and `second_barrier`; all lanes of the warp call it. A lane copies
-// into one of them: `barrier` is that stage's. It copies `bytes` bytes, 0 or a multiple of 16, from `from` to `to`, both
-// aligned to 16. It also announces `announced` bytes of that stage, or leaves
-// that to others where `announced` is negative. A stage's phase ends when as many lanes as init_barrier was told have
+// Fills two stages, whose barriers are `first_barrier` and `second_barrier`; all lanes of the warp call it. A lane
+// copies into one of them: `barrier` is that stage's. It copies `bytes` bytes, 0 or a multiple of 16, from `from` to
+// `to`, both aligned to 16. It also announces `announced` bytes of that stage, or leaves that to others where
+// `announced` is negative. A stage's phase ends when as many lanes as init_barrier was told have
 // announced bytes, and all these bytes have arrived.
 __device__ __forceinline__ void copy_blocks(uint64_t* first_barrier, uint64_t* second_barrier, uint64_t* barrier,
                                             int announced, uint8_t* to, const uint8_t* from, int bytes) {

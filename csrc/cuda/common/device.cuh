@@ -30,11 +30,12 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 #endif
 }
 
-// How a kernel runs beside its neighbours in a call of several, each of which has sequences of its own. All of them need
-// what was written before the call, and none needs another's results. So the first kernel waits for what came before the
-// call and then lets the second begin, which lets the third begin, and each uses what the others leave free of the
-// device. Only the first kernel waits. The others read what was written before it let them begin: the hardware makes
-// these writes visible, because the fence reaches the L2 cache first, but CUDA promises it only to kernels that wait.
+// How a kernel runs beside its neighbours in a call of several, each of which has sequences of its own. All of them
+// need what was written before the call, and none needs another's results. So the first kernel waits for what came
+// before the call and then lets the second begin, which lets the third begin, and each uses what the others leave free
+// of the device. The others do not wait. They read what was written before the first one let them begin: the hardware
+// makes these writes visible, because the fence reaches the L2 cache first, but CUDA promises it only to kernels that
+// wait.
 struct Overlap {
   bool with_previous, with_next;
 

@@ -18,7 +18,7 @@ KernelEntry find(const format::WeightBlock& unit, bool uniform, int columns, boo
 }
 
 // Weights are read before the previous kernel has ended: in a graph into shared memory, which is right only where that
-// kernel does not write them (docs/ops.md says so to callers); else into the L2 cache, which sees what is written later.
+// kernel does not write them (docs/ops.md says so to callers); else into the L2 cache, which sees later writes.
 Early early(int major, cudaStream_t stream) {
   return major < 9 ? Early::kNo : is_captured(stream) ? Early::kRing : Early::kPrefetch;
 }

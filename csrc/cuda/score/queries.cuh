@@ -98,8 +98,8 @@ __device__ __forceinline__ float load_products(const ScoreArguments& a, int64_t 
   return sum;
 }
 
-// The transform of y[d] in shared memory (docs/format.md section 2), by one warp. Short code, which is the same for every d,
-// because each block runs it once. row: row 1 of the m x m factor
+// The transform of y[d] in shared memory (docs/format.md section 2), by one warp. The code is short and the same for
+// every d, because each block runs it once. row: row 1 of the m x m factor
 __device__ inline void transform_shared(float* y, format::Split split, const float (&row)[format::kMaxBlocks],
                                         int lane) {
   const int m = split.blocks, n = split.block, d = m * n;

@@ -8,8 +8,8 @@
 // that with the weights. So warps meet twice in a tile: when scores over parts of the channels are there, and when
 // weights are.
 //
-// Lane (g, t) has two rows, g and g + 8: of scores those of keys 8 j + 2 t and 8 j + 2 t + 1, and of sums places 2 t and
-// 2 t + 1 of every eight, which are channels t and t + 4 (attention/row_tiles/expansion.cuh).
+// Lane (g, t) has two rows, g and g + 8. Of scores it has those of keys 8 j + 2 t and 8 j + 2 t + 1, and of sums places
+// 2 t and 2 t + 1 of every eight, which are channels t and t + 4 (attention/row_tiles/expansion.cuh).
 #pragma once
 
 #include "cuda/codec/record.cuh"
