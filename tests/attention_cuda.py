@@ -284,7 +284,6 @@ def may_be_gathered(case: Case) -> bool:
         device.major == 9
         and case.q.dtype in HALVES
         and case.config.head_dim in (64, 128, 256)
-        and case.config.value_bits < 8
         and case.max_q_len > 32
         and rows >= 0.9 * 128 * device.multi_processor_count
     )
