@@ -94,6 +94,54 @@ def test_centers_are_learned_from_the_first_prompt(biased):
             Reference(qwen, preset).check(p, answer, near_tie=near_tie)
 
 
+class Multimodal(torch.nn.Module):
+    """A model with a language model inside, which vLLM makes from a copy of the configuration, as
+    it does for models that see pictures."""
+
+    def __init__(self, *, vllm_config, prefix=""):
+        from vllm.model_executor.models.utils import init_vllm_registered_model
+
+        super().__init__()
+        self.language_model = init_vllm_registered_model(
+            vllm_config,
+            prefix="language_model",
+            hf_config=vllm_config.model_config.hf_config,
+            architectures=["Qwen2ForCausalLM"],
+        )
+
+    def embed_input_ids(self, input_ids):
+        return self.language_model.embed_input_ids(input_ids)
+
+    def forward(self, *args, **kwargs):
+        return self.language_model(*args, **kwargs)
+
+    def compute_logits(self, *args, **kwargs):
+        return self.language_model.compute_logits(*args, **kwargs)
+
+    def load_weights(self, weights):
+        return {f"language_model.{name}" for name in self.language_model.load_weights(weights)}
+
+
+def test_centers_are_learned_by_a_language_model_inside_another_model(biased):
+    from vllm import ModelRegistry
+
+    folder, qwen = biased
+    first, learned = prompt(64, seed=64), {}
+
+    def center(layer: int, keys: torch.Tensor) -> torch.Tensor:
+        return learned.setdefault(layer, keys[4:].mean(0))
+
+    ModelRegistry.register_model("Multimodal", Multimodal)
+    preset, near_tie = ("k5v4u", 0.3) if ON_GPU else ("k4v4u", None)
+    reference = Reference(qwen, preset, center=center)
+    overrides = {"architectures": ["Multimodal"]}
+    with told() as lines, engine(folder, {"preset": preset}, hf_overrides=overrides) as llm:
+        answers = [generate(llm, [p], TOKENS)[0] for p in (first, *PROMPTS)]
+    for p, answer in zip((first, *PROMPTS), answers, strict=True):
+        reference.check(p, answer, near_tie=near_tie)
+    assert len(lines) == 2 and lines[1].endswith("mean keys of the first prompt's 60 tokens")
+
+
 def test_a_short_first_prompt_teaches_nothing(biased):
     folder, qwen = biased
     reference = Reference(qwen, "k8v8")

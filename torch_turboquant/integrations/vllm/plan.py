@@ -58,7 +58,7 @@ class Plan:
             ranks = get_tensor_model_parallel_world_size()
             self.constants = LayerConstants.of(file, model.hf_config, self.rank, ranks)
         learns = self.settings.learn and not self.is_draft and not self.latents
-        self.learning = Learning() if learns and file is None else None
+        self.learning = _learning_of(vllm_config) if learns and file is None else None
         if self.learning is not None:
             limits.check_learning(vllm_config)
         self._told = False
@@ -176,6 +176,20 @@ def plan_of(vllm_config: Any) -> Plan:
     plan = Plan(vllm_config)
     _PLANS.append((weakref.ref(vllm_config), plan))
     return plan
+
+
+def _learning_of(vllm_config: Any) -> Learning:
+    """What an engine's centers are learned from, of which all its configurations share one.
+
+    vLLM makes the language model of a multimodal model from a copy of the configuration, and looks
+    at steps through the original: both know the layers by the same compilation_config.
+    """
+    same = vllm_config.compilation_config
+    for ref, plan in _PLANS:
+        other = ref()
+        if other is not None and other.compilation_config is same and plan.learning is not None:
+            return plan.learning
+    return Learning()
 
 
 def are_for_drafts(vllm_config: Any) -> bool:
