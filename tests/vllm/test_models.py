@@ -168,6 +168,34 @@ def test_layers_with_presets_of_their_own(tmp_path):
     assert MEMORY // page - pages in (0, 1)  # no padding
 
 
+def test_unlike_layers_with_presets_of_their_own(tmp_path):
+    """Beside layers with windows one with more bits takes a page of two others, in one pool: of
+    4 layers a token of 5 * 80 bytes and KV head, which were 4 * 136."""
+    shape = {**SHAPE, "num_hidden_layers": 4}
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    config = transformers.Gemma2Config(
+        **shape, sliding_window=24, query_pre_attn_scalar=32, layer_types=kinds
+    )
+    gemma = randomise(transformers.Gemma2ForCausalLM(config))
+    save(gemma, tmp_path)
+    presets = ["k8v8", "k5v4u", "k5v4u", "k5v4u"]
+    settings = {"preset": "k5v4u", "layers": {"0": "k8v8"}, "learn": False}
+    reference, near_tie = Reference(gemma, presets), 0.3 if ON_GPU else None
+    options = {"dtype": "bfloat16"} if ON_GPU else {}
+    with told() as lines, engine(tmp_path, settings, block_size=64, **options) as llm:
+        answers = [*generate(llm, PROMPTS, TOKENS), *generate(llm, [PROMPTS[2]], TOKENS)]
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        sizes = {layer.kv_cache[0].nbytes / layer.kv_cache.shape[2] for layer in layers.values()}
+    for p, answer in zip((*PROMPTS, PROMPTS[2]), answers, strict=True):
+        reference.check(p, answer, near_tie=near_tie)
+    assert max(sizes) == 2 * min(sizes)
+    row = 0 if "first tokens" not in lines[0] else -(-2 * 32 * (2 if ON_GPU else 4) // 64)
+    small = 2 * (bytes_per_token("k5v4u") + row)
+    assert min(sizes) == small
+    assert f"{5 * small / 4:,.0f} bytes per token and layer on this rank, " in lines[0]
+    assert "of them to make pages alike; " in lines[0]
+
+
 def bytes_per_token(preset: str) -> int:
     import torch_turboquant as tt
 

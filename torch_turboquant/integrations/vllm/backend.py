@@ -428,7 +428,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
 
             def bytes_per_token() -> int:
                 self.plan.tell(logger, self, layers)
-                return self.plan.bytes_per_token(self.config)
+                return self.plan.given(layers)[name]
 
             adapter.set_page_bytes(layer, bytes_per_token)
 

@@ -232,7 +232,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
 
         def bytes_per_token() -> int:
             self.plan.tell(logger, self, layers)
-            return self.plan.bytes_per_token(self.config)
+            return self.plan.given(layers)[name]
 
         adapter.set_page_bytes(layer, bytes_per_token, lambda: self.plan.block_size)
 

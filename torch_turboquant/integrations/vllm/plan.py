@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch_turboquant.integrations.engine.centers import LayerConstants, find_fi
 from torch_turboquant.integrations.vllm import adapter, choice, limits
 from torch_turboquant.integrations.vllm.learning import Learning
 from torch_turboquant.integrations.vllm.settings import parse
+from torch_turboquant.integrations.vllm.sizes import needs_of, share
 from torch_turboquant.latent import LatentConfig, LatentTables, make_latent_tables, norm_center
 from torch_turboquant.tables import CacheTables, make_tables
 
@@ -40,6 +42,7 @@ class Plan:
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         self.layers = int(model.hf_text_config.num_hidden_layers)
         self.vllm_cache_config = vllm_config.cache_config
+        self._scheduler_config, self._is_hybrid = vllm_config.scheduler_config, model.is_hybrid
         self.latents: bool = model.use_mla
         if self.latents:
             limits.keep_pages_to_attention(vllm_config.compilation_config)
@@ -104,6 +107,14 @@ class Plan:
         self._page_tokens = self._page_tokens or pages.page_tokens(self.block_size, sizes)
         return pages.bytes_per_token(config, self._page_tokens, self.first_token)
 
+    def given(self, layers: Mapping[str, Any]) -> dict[str, int]:
+        """Bytes of a token and KV head of the engine's layers on this rank, which have been loaded.
+
+        In hybrid models vLLM has made blocks of bytes_per_token by then, for layers of one kind.
+        """
+        alike = self._is_hybrid or self._scheduler_config.disable_hybrid_kv_cache_manager
+        return share(needs_of(layers, bool(alike)))
+
     def _is_drafting(self, layer: int) -> bool:
         """Whether a layer drafts: the heads of EAGLE and MTP come behind the model's layers."""
         return self.is_draft or layer >= self.layers
@@ -136,29 +147,36 @@ class Plan:
             ours = type(other) is type(impl) and other.plan is self and other.target is None
             if ours and not self._is_drafting(other.index):
                 kept[name] = (other.config, other.num_kv_heads)
-        logger.info(self.start_up_line(impl.dtype, kept))
+        given = self.given(layers)
+        stored = sum(given[name] * heads for name, (_, heads) in kept.items())
+        logger.info(self.start_up_line(impl.dtype, [*kept.values()], stored))
 
     def start_up_line(
-        self, dtype: torch.dtype, layers: dict[str, tuple[CacheConfig | LatentConfig, int]]
+        self,
+        dtype: torch.dtype,
+        layers: Sequence[tuple[CacheConfig | LatentConfig, int]],
+        stored: int,
     ) -> str:
         """What the log says of this rank's cache, once.
 
         Args:
             dtype: of the model.
             layers: configuration and KV heads of every layer that keeps pages.
+            stored: bytes of a token in all of these layers.
         """
-        stored = sum(self.bytes_per_token(c) * heads for c, heads in layers.values())
-        rows = stored - sum(c.bytes_per_token * heads for c, heads in layers.values())
-        plain = sum(pages.row_bytes(config, dtype) * heads for config, heads in layers.values())
+        needed = sum(self.bytes_per_token(config) * heads for config, heads in layers)
+        rows = needed - sum(config.bytes_per_token * heads for config, heads in layers)
+        plain = sum(pages.row_bytes(config, dtype) * heads for config, heads in layers)
+        parts = [(rows, "for exact first tokens"), (stored - needed, "to make pages alike")]
+        told = [f"{part / len(layers):,.0f} of them {why}" for part, why in parts if part]
         centers = "none" if self.learning is None else "to be learned from the first prompt"
         if self.constants is not None:
             centers = self.constants.describe()
         if self.latents:
             centers = "scales of channels from the norm of latents"
+        each = f"{stored / len(layers):,.0f} bytes per token and layer on this rank"
         return (
-            f"TurboQuant: {self.settings.presets}, "
-            f"{stored / len(layers):,.0f} bytes per token and layer on this rank"
-            f"{f', {rows / len(layers):,.0f} of them for exact first tokens' if rows else ''}; "
+            f"TurboQuant: {self.settings.presets}, {', '.join([each, *told])}; "
             f"{plain / stored:.2f} times the tokens of {str(dtype).removeprefix('torch.')} fit. "
             f"Centers: {centers}; seed {self.settings.seed}; format {FORMAT_VERSION}"
         )
