@@ -22,10 +22,12 @@ from tests.vllm.harness import (
     prompt,
     randomise,
     save,
+    save_deepseek,
     save_llama,
     told,
 )
 from tests.vllm.reference import Reference
+from torch_turboquant.integrations.vllm.adapter import INTERFACE
 
 PRESET = "k8v8" if ON_GPU else "k5v4u"
 SETTINGS = {"preset": PRESET, "exact_steps": False, "learn": False}
@@ -158,6 +160,29 @@ def test_drafts_by_a_layer_of_the_model(tmp_path):
     with engine(tmp_path, SETTINGS, **options) as llm:
         assert [*layers_of(llm).values()] == ["TurboQuantImpl"] * 4
         check(llm, Reference(mimo, PRESET, exact_steps=False), 0.2)
+
+
+@pytest.mark.skipif(not INTERFACE.latents, reason="refused: needs vLLM 0.32 or newer")
+@pytest.mark.parametrize(
+    ("preset", "cure"), [("k8v8", None), ("k5u", 'set "preset" to "k5v4u", which is k5u for')]
+)
+def test_keys_and_values_draft_for_latents(model, tmp_path, preset, cure):
+    """As heads of EAGLE3 do for DeepSeek and Kimi."""
+    folder, _ = model
+    save_deepseek(tmp_path)
+    drafts = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": DRAFTS}
+    settings = {**SETTINGS, "preset": preset}
+    options = {"speculative_config": drafts, "disable_log_stats": False, "block_size": 64}
+    if ON_GPU:
+        options["dtype"] = "bfloat16"
+    if cure is not None:
+        with pytest.raises(Exception, match=cure), engine(tmp_path, settings, **options):
+            pass
+        return
+    with engine(tmp_path, settings, **options) as llm:
+        assert [*layers_of(llm).values()] == [*["LatentImpl"] * 2, *["TurboQuantImpl"] * 3]
+        assert {len(answer) for answer in generate(llm, PROMPTS, TOKENS)} == {TOKENS}
+        assert metric(llm, "vllm:spec_decode_num_draft_tokens") > 0
 
 
 @pytest.mark.skipif(ON_GPU, reason="GPUs have other backends")

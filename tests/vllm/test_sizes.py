@@ -34,7 +34,7 @@ def test_layers_of_one_size_get_what_they_need():
 
 
 def test_sizes_that_are_nearly_multiples():
-    """Gemma 4: 4 heads of 256 channels with windows, one of 512 without: half of a page was lost."""
+    """Gemma 4: 4 heads of 256 channels with windows and one of 512, whose page was half lost."""
     assert check(layers((5, SLIDING, 4, 308), (1, FULL, 1, 612))) == [*[308] * 5, 616]
     # more than half of it
     assert check(layers((5, SLIDING, 4, 308), (1, FULL, 1, 620))) == [*[310] * 5, 620]

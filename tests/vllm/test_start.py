@@ -12,9 +12,11 @@ import transformers
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.vllm.harness import ON_GPU, engine, generate, prompt, save_llama, told
+from tests.vllm.steps import vllm_started
 from torch_turboquant.centers import FILE_NAME
 from torch_turboquant.integrations import vllm as plugin
 from torch_turboquant.integrations.vllm.adapter import INTERFACE
+from torch_turboquant.integrations.vllm.plan import plan_of
 
 # Without a GPU vLLM knows one name, which the plug-in takes; unasked, vLLM chooses its own backend.
 OURS, OWN_NAME, THEIRS = "CpuBackend", "CpuBackend", "CPUAttentionBackend"
@@ -134,6 +136,19 @@ def test_a_calibration_does_not_read_the_file_that_it_replaces(tmp_path):
     with told() as lines, engine(tmp_path, settings, enforce_eager=True):
         pass
     assert "Centers: none" in lines[0]
+
+
+def test_bytes_follow_the_block_size(folder, tmp_path):
+    """vLLM asks for them as soon as drafts are loaded, when its block size may be 16 still."""
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with vllm_started(tmp_path) as configure:
+        config = configure({"preset": "k5v4u"}, block_size=16)
+        plan = plan_of(config)
+        packed = plan.config(0, 128)
+        for block_size in (16, 64, 128):
+            config.cache_config.block_size = block_size
+            row = 2 * 128 * 4 // block_size
+            assert plan.bytes_per_token(packed) == packed.bytes_per_token + row
 
 
 def test_alibi_is_refused(tmp_path):

@@ -12,6 +12,7 @@ vLLM finds `register` by the entry point group vllm.general_plugins and calls it
     limits.py     what is refused at start, with the reason and the cure
     connectors.py which KV connectors may move pages
     plan.py       the presets and constants of all layers of an engine
+    sizes.py      the bytes of layers whose pages come from one pool
     backend.py    the attention backend: metadata of a step, store and attend
     latent.py     the backend of models with latent attention
     prompts.py    FlashAttention for prompts, as vLLM has it

@@ -87,6 +87,7 @@ class TurboQuantBackend(adapter.Pages):
     @staticmethod
     def bytes_per_token(head_dim: int) -> int:
         plan = latest_plan()
+        plan.settle_pages()
         return plan.bytes_per_token(plan.settings.config(head_dim))
 
     @classmethod

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from torch_turboquant.config import PRESETS
 from torch_turboquant.format import LATENT_DIMS, ROPE_DIMS
 from torch_turboquant.integrations.engine.limits import ELSEWHERE, wrong_dtype, wrong_head_dim
 from torch_turboquant.integrations.vllm.connectors import sharing, wrong_connectors
 from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX, Settings
 from torch_turboquant.integrations.vllm.versions import INTERFACES, Interface
+from torch_turboquant.latent import LATENT_PRESETS
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16")
 _VERSIONS = " or ".join(f"{i.first[0]}.{i.first[1]}" for i in INTERFACES if i.latents)
@@ -179,6 +181,17 @@ def check_learning(vllm_config: Any) -> None:
             f"torch_turboquant: the KV connector {connector} may take pages to another process, "
             "where the centers that this one learns from its first prompt mean nothing: give a "
             'file of centers, or set "learn" to false'
+        )
+
+
+def check_preset_of_drafts(preset: str) -> None:
+    """Raises ValueError where drafts have keys and values, and the preset is for latents."""
+    if preset in LATENT_PRESETS:
+        same = LATENT_PRESETS[preset]
+        both = next(n for n, p in PRESETS.items() if (p.key_bits, p.key_grid) == tuple(same))
+        raise ValueError(
+            f"torch_turboquant: the draft model has keys and values, and the preset {preset} is "
+            f'for latents alone: set "preset" to "{both}", which is {preset} for latents'
         )
 
 

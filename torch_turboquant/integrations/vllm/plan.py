@@ -27,6 +27,16 @@ from torch_turboquant.tables import CacheTables, make_tables
 PAGE_SIZE = 64  # where the user has not chosen --block-size: fewer, longer runs than vLLM's 16
 
 
+class Engine:
+    """What all plans of one engine share: it has one for its model, and others where vLLM makes a
+    part of the model from a copy of its configuration, as drafts and language models inside."""
+
+    def __init__(self) -> None:
+        self.learning = Learning()
+        self.page_tokens = 0
+        """Tokens of a page that bytes are counted with; 0: as many as the block size says."""
+
+
 class Plan:
     """The choices for the layers of one model in this process.
 
@@ -37,6 +47,7 @@ class Plan:
     def __init__(self, vllm_config: Any) -> None:
         cache_dtype = vllm_config.cache_config.cache_dtype
         self.settings = parse(vllm_config.additional_config, cache_dtype)
+        self.engine = _engine_of(vllm_config)
         limits.check_engine(vllm_config, adapter.INTERFACE, self.settings)
         choice.let_drafts_follow(vllm_config)
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
@@ -61,11 +72,10 @@ class Plan:
             ranks = get_tensor_model_parallel_world_size()
             self.constants = LayerConstants.of(file, model.hf_config, self.rank, ranks)
         learns = self.settings.learn and not self.is_draft and not self.latents
-        self.learning = _learning_of(vllm_config) if learns and file is None else None
+        self.learning = self.engine.learning if learns and file is None else None
         if self.learning is not None:
             limits.check_learning(vllm_config)
         self._told = False
-        self._page_tokens = 0  # unknown
 
     def index(self, name: str, drafts: bool) -> int:
         """The number of a layer by its name; those of drafts come behind the model's own.
@@ -78,6 +88,7 @@ class Plan:
     def config(self, layer: int, head_dim: int) -> CacheConfig:
         """The configuration of a layer, with some page size."""
         if self._is_drafting(layer):
+            limits.check_preset_of_drafts(self.settings.preset)
             return self.settings.config(head_dim)
         return self.settings.layer_config(head_dim, layer, self.layers)
 
@@ -100,12 +111,23 @@ class Plan:
     def bytes_per_token(self, config: CacheConfig | LatentConfig) -> int:
         """Bytes of a token and KV head in a layer's pages; the model has been loaded by then.
 
-        vLLM first asks once its block size fits the backends. If it makes blocks larger later on,
-        for hybrid models, they are multiples of that.
+        Where a draft model is loaded, vLLM asks before its block size fits the backends, but only
+        whether a layer has pages at all.
         """
+        return pages.bytes_per_token(config, self._page_tokens(), self.first_token)
+
+    def settle_pages(self) -> None:
+        """Remembers what pages of a hybrid model were counted with.
+
+        vLLM asks backends for their bytes once its block size fits them, and then makes blocks
+        larger: they are multiples of that.
+        """
+        if self._is_hybrid:
+            self.engine.page_tokens = self._page_tokens()
+
+    def _page_tokens(self) -> int:
         sizes = pages.LATENT_SIZES if self.latents else pages.SIZES
-        self._page_tokens = self._page_tokens or pages.page_tokens(self.block_size, sizes)
-        return pages.bytes_per_token(config, self._page_tokens, self.first_token)
+        return self.engine.page_tokens or pages.page_tokens(self.block_size, sizes)
 
     def given(self, layers: Mapping[str, Any]) -> dict[str, int]:
         """Bytes of a token and KV head of the engine's layers on this rank, which have been loaded.
@@ -196,18 +218,14 @@ def plan_of(vllm_config: Any) -> Plan:
     return plan
 
 
-def _learning_of(vllm_config: Any) -> Learning:
-    """What an engine's centers are learned from, of which all its configurations share one.
-
-    vLLM makes the language model of a multimodal model from a copy of the configuration, and looks
-    at steps through the original: both know the layers by the same compilation_config.
-    """
+def _engine_of(vllm_config: Any) -> Engine:
+    """The engine of a configuration: all that it has know the layers by one compilation_config."""
     same = vllm_config.compilation_config
     for ref, plan in _PLANS:
         other = ref()
-        if other is not None and other.compilation_config is same and plan.learning is not None:
-            return plan.learning
-    return Learning()
+        if other is not None and other.compilation_config is same:
+            return plan.engine
+    return Engine()
 
 
 def are_for_drafts(vllm_config: Any) -> bool:

@@ -3,9 +3,9 @@
 Layers that are alike but for their bytes each get pages of their own size. Where layers with
 sliding windows are beside others, all pages of the model have the bytes of the largest one: a page
 of a smaller layer has several times the tokens where these fill it, and else is padded, or refused
-before vLLM 0.28. In bfloat16 sizes are multiples of each other, as those of Gemma 4. With scales and
-exact first tokens they are nearly so, and half of a page would be lost. Hence some layers get more
-bytes for a token, as few in all as fill every page.
+before vLLM 0.28. In bfloat16 sizes are multiples of each other, as those of Gemma 4. With scales
+and exact first tokens they are nearly so, and half of a page would be lost. Hence some layers get
+more bytes for a token, as few in all as fill every page.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def needs_of(layers: Mapping[str, Any], alike: bool) -> dict[str, Need]:
     for name, layer in layers.items():
         impl = getattr(layer, "impl", None)
         if hasattr(impl, "plan") and impl.index is not None and impl.target is None:
-            window = getattr(impl, "sliding_window", 0), getattr(layer, "attention_chunk_size", None)
+            window = getattr(impl, "sliding_window", 0)
+            kind = None if alike else (window, getattr(layer, "attention_chunk_size", None))
             content = impl.plan.bytes_per_token(impl.config)
-            found[name] = Need(None if alike else window, impl.num_kv_heads, content)
+            found[name] = Need(kind, impl.num_kv_heads, content)
     return found
