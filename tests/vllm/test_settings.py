@@ -83,6 +83,8 @@ def test_presets_named_by_the_dtype(name):
         ({"preset": "k5v4"}, ValueError, "unknown preset 'k5v4' (did you mean 'k5v4u'"),
         ({"preset": 4}, TypeError, "preset is 4, of type int"),
         ({"layers": {"first": "k8v8"}}, ValueError, "layers names 'first', expected numbers"),
+        ({"layers": {None: "k8v8"}}, ValueError, "layers names None, expected numbers"),
+        ({"layers": {1.5: "k8v8"}}, ValueError, "layers names 1.5, expected numbers"),
         ({"layers": {"0": "k9v9"}}, ValueError, "unknown preset 'k9v9'"),
         ({"layers": {"0": 8}}, TypeError, "layer 0 has 8, expected the name of a preset"),
         ({"layers": ["k8v8"]}, TypeError, "layers is ['k8v8'], of type list"),
@@ -114,10 +116,20 @@ def test_two_presets_are_one_too_many():
         parse({"turboquant": {"preset": "k4v4"}}, "tq_k8v8")
 
 
-def test_layers_that_the_model_has_not():
-    settings = parse({"turboquant": {"layers": {"7": "k8v8"}}})
-    with pytest.raises(ValueError, match="names layer 7, the model has 4 layers"):
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ({"7": "k8v8"}, 'turboquant: "layers" names layer 7, the model has 4 layers'),
+        ({"-5": "k8v8"}, 'turboquant: "layers" names layer -5, the model has 4 layers'),
+        ({"0": "k8v8", "-4": "k4v4"}, 'turboquant: "layers" names layer 0 twice'),
+    ],
+)
+def test_layers_that_the_model_has_not(layers, text):
+    settings = parse({"turboquant": {"layers": layers}})
+    with pytest.raises(ValueError, match=text):
         settings.layer_config(64, 0, 4)
+    with pytest.raises(ValueError, match=text):
+        settings.latent_layer_config(512, 64, torch.bfloat16, 0, 4)
 
 
 # ---- refusals
@@ -204,6 +216,7 @@ def test_what_engines_may_be():
             "prefill_context_parallel_size is 4, supported: 1",
         ),
         ({"model_is_hybrid": True}, OLD, {}, "install vLLM 0.28 or newer"),
+        ({"model_rswa_window": 128}, NEW, {}, "(rswa_window) are not supported: choose another"),
         (with_pictures(999, 0), NEW, {}, "pass --language-model-only to serve text alone"),
         (with_pictures(0, 1), OLD, {}, "tokens of a picture see each other in this model"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,9 +61,26 @@ class EngineSettings:
         Raises:
             ValueError: `layers` names a layer that the model does not have, or one twice.
         """
-        chosen = dict(self.layers)
+        chosen = self.choices(layers)
         windows = [0] * layers
         return layer_configs(self.config(head_dim), windows, layer_presets=chosen)[layer]
+
+    def choices(self, layers: int) -> dict[int, str]:
+        """The presets of `layers`, by layers from 0 to layers - 1.
+
+        Raises:
+            ValueError: as in layer_config.
+        """
+        found: dict[int, str] = {}
+        for layer, name in self.layers:
+            if not -layers <= layer < layers:
+                raise ValueError(
+                    f'turboquant: "layers" names layer {layer}, the model has {layers} layers'
+                )
+            if layer % layers in found:
+                raise ValueError(f'turboquant: "layers" names layer {layer % layers} twice')
+            found[layer % layers] = name
+        return found
 
     def _check_preset(self, name: str) -> None:
         """Raises ValueError for a name that is no preset."""
@@ -105,13 +123,12 @@ def read_object(given: Any, types: Mapping[str, Any]) -> dict[str, Any]:
 def _layer_numbers(layers: Mapping[Any, Any]) -> list[tuple[int, str]]:
     found = []
     for key, name in layers.items():
-        try:
-            number = int(key)
-        except ValueError:
+        number = str(key)
+        if isinstance(key, bool) or not re.fullmatch(r"-?\d+", number):
             raise ValueError(
                 f'turboquant: layers names {key!r}, expected numbers such as "0" or "-1"'
-            ) from None
+            )
         if not isinstance(name, str):
             raise TypeError(f"turboquant: layer {key} has {name!r}, expected the name of a preset")
-        found.append((number, name))
+        found.append((int(number), name))
     return found

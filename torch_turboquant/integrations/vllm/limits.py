@@ -154,6 +154,10 @@ def check_engine(vllm_config: Any, interface: Interface, settings: Settings) -> 
             "this vLLM pads the pages of hybrid models to their size in bfloat16: install vLLM "
             "0.28 or newer"
         )
+    if getattr(model, "rswa_window", None) is not None:
+        found.append(
+            f"windows behind the whole prompt (rswa_window) are not supported: {ELSEWHERE}"
+        )
     if _sees_pictures_both_ways(model):
         found.append(BOTH_WAYS)
     found += wrong_connectors(vllm_config.kv_transfer_config, model.use_mla)

@@ -11,7 +11,6 @@ import torch
 
 from torch_turboquant.integrations.engine.settings import KEY, EngineSettings, read_object
 from torch_turboquant.latent import LATENT_PRESETS, LatentConfig, latent_preset_of
-from torch_turboquant.layer_choice import choices_by_layer
 
 DTYPE_PREFIX = "tq_"  # --kv-cache-dtype tq_<preset>
 
@@ -63,8 +62,7 @@ class Settings(EngineSettings):
         self, latent_dim: int, rope_dim: int, dtype: torch.dtype, layer: int, layers: int
     ) -> LatentConfig:
         """The configuration of one of a model's layers, as layer_config."""
-        chosen = choices_by_layer(dict(self.layers), layers)
-        name = str(chosen.get(layer, self.preset))
+        name = self.choices(layers).get(layer, self.preset)
         return self._of_latents(name, latent_dim, rope_dim, dtype)
 
     def _of_latents(
