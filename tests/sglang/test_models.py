@@ -1,14 +1,11 @@
 """Models whose attention differs: windows, soft caps, biased keys; and layers with own presets."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 
 import transformers
-from sglang.srt.layers.radix_attention import RadixAttention
 
 from tests.sglang.harness import ON_GPU, SHAPE, engine, replay, save_gemma, told
 from tests.vllm.harness import prompt, randomise, save, save_llama
@@ -149,11 +146,3 @@ def test_no_attention_is_found():
     backend = object.__new__(TurboQuantBackend)
     with pytest.raises(ValueError, match="no attention is found in Linear: choose another"):
         backend._bind(torch.nn.Linear(1, 1), requests=1)
-
-
-def test_layers_that_share_keys():
-    layers = [RadixAttention(4, 64, 0.125, num_kv_heads=2, layer_id=n) for n in (0, 1, 1)]
-    backend = object.__new__(TurboQuantBackend)
-    backend.plan = SimpleNamespace(head_dim=64, kv_heads=2)
-    with pytest.raises(ValueError, match="read the keys of another layer, here of layer 1, are no"):
-        backend._bind(torch.nn.ModuleList(layers), requests=1)

@@ -103,7 +103,7 @@ class Reference:
         **_: Any,
     ) -> tuple[Tensor, None]:
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        layer, new, total = module.layer_idx, len(q), len(k)
+        layer, new, total = stored_by(module), len(q), len(k)
         if layer not in self.centers:
             self.centers[layer] = self.center(layer, k)
         decoded_k, decoded_v = through_codes(k, v, self.presets[layer], layer, self.centers[layer])
@@ -129,6 +129,17 @@ class Reference:
             soft_cap=softcap or 0.0,
         )
         return out[None].to(query.dtype), None
+
+
+def stored_by(module: torch.nn.Module) -> int:
+    """The layer whose keys an attention reads: its own, or where layers share keys (Gemma 3n) the
+    last one of its kind that has some."""
+    layer, config = module.layer_idx, module.config
+    first = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    if layer < first:
+        return layer
+    kinds = config.layer_types
+    return max(i for i in range(first) if kinds[i] == kinds[layer])
 
 
 def through_codes(

@@ -13,12 +13,16 @@ A step that checks a chain of drafts stores all of them first, then attends: a d
 and the window before it from the ring, everything else from codes, which is what a decode step of
 that token alone would read. The ring has room for the chain beside the window. Drafts that turn out
 wrong are overwritten, in pages and ring, before anything reads them.
+
+A layer that reads the keys of another one (layers.py) attends as that one has attended in the same
+step: to its pages, with its constants, and to its new tokens as they are. Those are kept until the
+step ends, and with them what the ring held before a chunk was stored.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +30,6 @@ import sglang
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask, maybe_create_verify_mask
-from sglang.srt.layers.linear import QKVParallelLinear
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
@@ -34,6 +37,7 @@ from torch_turboquant.integrations.engine.limits import ELSEWHERE
 from torch_turboquant.integrations.engine.pages import page_parts
 from torch_turboquant.integrations.engine.prompts import PromptAttention
 from torch_turboquant.integrations.sglang import hooks, limits, prompts
+from torch_turboquant.integrations.sglang.layers import attention_layers
 from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool, pages_of
 from torch_turboquant.integrations.sglang.prompts import Recent, Run
 from torch_turboquant.integrations.sglang.steps import Rings, Step, Steps
@@ -45,6 +49,31 @@ logger = logging.getLogger("torch_turboquant.sglang")
 _store = torch.ops.turboquant.cache_store.default
 _attend = torch.ops.turboquant.paged_attention_out.default
 _store_and_attend = torch.ops.turboquant.store_and_attend.default
+
+
+class Past(NamedTuple):
+    """What the exact tail of a layer held before the tokens of a step were stored."""
+
+    ring: Tensor
+    """[sequences, kv_heads, sinks + window, 2, head_dim]."""
+    entries: Tensor
+    """int64 [sequences]: 0, 1, 2, ...; -1: padding."""
+    valid: Tensor
+    """int32 [sequences, 2], as Rings.valid."""
+
+    def of_run(self, run: Run) -> Past:
+        """That of the sequences of a run."""
+        part = slice(run.first_sequence, run.end_sequence)
+        return Past(self.ring[part], self.entries[: len(self.ring[part])], self.valid[part])
+
+
+class Kept(NamedTuple):
+    """What layers that read the keys of another one need of its step."""
+
+    k: Tensor
+    v: Tensor
+    past: Past | None
+    """None: its tail holds what it held before, as far as queries see it."""
 
 
 class Layer(NamedTuple):
@@ -70,6 +99,10 @@ class Layer(NamedTuple):
     """(int32 [1, pages], int32 [1] tokens, tokens) -> decoded k, v [1, tokens, kv_heads, d]."""
     prompts: PromptAttention | None
     """FlashAttention for its prompts; None: the op for pages takes all of them."""
+    is_read: bool
+    """Whether other layers read its keys."""
+    past: Past | None = None
+    """In place of the ring, in the calls of these; None: the ring."""
 
 
 class TurboQuantBackend(AttentionBackend):
@@ -125,6 +158,7 @@ class TurboQuantBackend(AttentionBackend):
             self.rings = Rings(rows, self.sinks, self.plan.ring, self.plan.device)
         self.layers = self._bind(runner.model, rows.size)
         self.step: Step | None = None
+        self.kept: dict[int, Kept] = {}  # of this step, by the number of the layer
         self.graph_step: Step | None = None
         self.mask: VerifyMask | None = None
         if self.plan.rank == 0:
@@ -136,17 +170,19 @@ class TurboQuantBackend(AttentionBackend):
     def _bind(self, model: torch.nn.Module, requests: int) -> dict[int, Layer]:
         """Every attention layer of the model by its number."""
         found: dict[int, RadixAttention] = {}
-        for module, keys_have_bias in _attention_layers(model):
+        for module, keys_have_bias, reads in attention_layers(model):
+            number = module.layer_id
             wrong = limits.wrong_layer(module, self.plan.head_dim, self.plan.kv_heads)
-            if module.layer_id in found:
-                wrong.append(
-                    f"layers that read the keys of another layer, here of layer {module.layer_id}, "
-                    f"are not supported: {ELSEWHERE}"
-                )
+            if reads:
+                wrong += limits.wrong_reader(module, found.get(number))
+            elif number in found:
+                wrong.append(f"several attentions store the keys of layer {number}: {ELSEWHERE}")
             limits.refuse(wrong)
-            found[module.layer_id] = module
+            if reads:
+                continue
+            found[number] = module
             if keys_have_bias:
-                self.plan.check_biased_keys(module.layer_id)
+                self.plan.check_biased_keys(number)
         if not found:
             limits.refuse([f"no attention is found in {type(model).__name__}: {ELSEWHERE}"])
         return {number: self._layer(module, requests) for number, module in found.items()}
@@ -181,6 +217,7 @@ class TurboQuantBackend(AttentionBackend):
             is_sliding,
             load,
             self._prompt_attention(module.scaling, sees, soft_cap),
+            number in plan.readers,
         )
 
     def _prompt_attention(
@@ -195,6 +232,7 @@ class TurboQuantBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Describes a step that runs outside CUDA graphs."""
+        self.kept.clear()
         mode = forward_batch.forward_mode
         if mode.is_decode():
             self.step = self.steps.decode(forward_batch)
@@ -237,6 +275,7 @@ class TurboQuantBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Chooses the part of that memory which belongs to a batch size."""
+        self.kept.clear()
         mode = forward_batch.forward_mode
         if not (mode.is_decode_or_idle() or (mode.is_target_verify() and self.steps.drafts)):
             raise NotImplementedError(
@@ -268,8 +307,8 @@ class TurboQuantBackend(AttentionBackend):
     def forward_decode(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
@@ -277,18 +316,25 @@ class TurboQuantBackend(AttentionBackend):
     ) -> Tensor:
         """Stores one token of each sequence, and attends."""
         bound, step = self._bound(layer)
-        sinks = self._options(k, save_kv_cache, options)
+        sinks = self._options(layer, k, save_kv_cache, options)
         q, out = self._queries(q, layer)
-        arguments = (*self._arguments(bound, step, q, sinks), *self._new(k, v))
+        if k is None:
+            kept = self.kept[layer.layer_id]
+            _attend(*self._arguments(bound, step, q, sinks), kept.k, kept.v, out=out)
+            return out.flatten(1)
+        new = self._new(k, v)
+        arguments = (*self._arguments(bound, step, q, sinks), *new)
         _store_and_attend(*arguments, slot_mapping=step.slots, **bound.step_arguments, out=out)
+        if bound.is_read:
+            self.kept[layer.layer_id] = Kept(*new, past=None)
         return out.flatten(1)
 
     @torch.no_grad()
     def forward_extend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
@@ -296,22 +342,60 @@ class TurboQuantBackend(AttentionBackend):
     ) -> Tensor:
         """Attends from chunks of prompts, and stores them; with drafts it stores first."""
         bound, step = self._bound(layer)
-        sinks = self._options(k, save_kv_cache, options)
+        sinks = self._options(layer, k, save_kv_cache, options)
         q, out = self._queries(q, layer)
-        new = self._new(k, v)
         if step.checks_drafts:
-            self._store(bound, step, *new)
+            if k is not None:
+                new = self._new(k, v)
+                self._store(bound, step, *new)
+                if bound.is_read:
+                    self.kept[layer.layer_id] = Kept(*new, past=None)
             _attend(*self._arguments(bound, step, q, sinks), None, None, out=out)
             return out.flatten(1)
+        if k is None:
+            kept = self.kept[layer.layer_id]
+            self._attend_chunks(bound._replace(past=kept.past), step, q, kept.k, kept.v, out, sinks)
+            return out.flatten(1)
+        new = self._new(k, v)
         self._fetch_first_tokens(bound, step)
-        if self._is_for_flash(bound, step, sinks):
-            for run, part in step.runs:
-                self._attend_run(bound, part, run, q, *new, out)
-        else:
-            _attend(*self._arguments(bound, step, q, sinks), *new, out=out)
+        if bound.is_read:
+            # copies, since SGLang's graphs around the attention of prompts use their memory again
+            own = (tokens.clone() for tokens in new)
+            self.kept[layer.layer_id] = Kept(*own, past=self._past(bound, step))
+        self._attend_chunks(bound, step, q, *new, out, sinks)
         self._store(bound, step, *new)
         self._keep_first_tokens(bound, step, *new)
         return out.flatten(1)
+
+    def _attend_chunks(
+        self,
+        bound: Layer,
+        step: Step,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
+        """Attends from chunks of prompts, whose own tokens k and v are."""
+        if self._is_for_flash(bound, step, sinks):
+            for run, part in step.runs:
+                self._attend_run(bound, part, run, q, k, v, out)
+        else:
+            _attend(*self._arguments(bound, step, q, sinks), k, v, out=out)
+
+    def _past(self, bound: Layer, step: Step) -> Past | None:
+        """What the ring of a layer holds of the sequences of a step, before it is stored."""
+        if bound.ring is None:
+            return None
+        assert self.rings is not None
+        rows = step.rows.clamp(min=0)
+        entries = torch.arange(len(rows), device=rows.device)
+        return Past(
+            bound.ring.index_select(0, rows),
+            torch.where(step.rows < 0, step.rows, entries),
+            self.rings.valid.index_select(0, rows),
+        )
 
     @staticmethod
     def _is_for_flash(bound: Layer, step: Step, sinks: Tensor | None) -> bool:
@@ -329,6 +413,8 @@ class TurboQuantBackend(AttentionBackend):
         self, bound: Layer, step: Step, run: Run, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     ) -> None:
         """Attends from the new tokens of a run; `step` is that of its sequences only."""
+        if bound.past is not None:
+            bound = bound._replace(past=bound.past.of_run(run))
         own = slice(run.first, run.end)
         q, k, v, out = q[own], k[own], v[own], out[own]
         if not run.by_flash:
@@ -431,6 +517,8 @@ class TurboQuantBackend(AttentionBackend):
 
     def _tail(self, bound: Layer, step: Step) -> tuple[Tensor | None, ...]:
         """The exact tail: its memory, the sequences' entries, and what these hold."""
+        if bound.past is not None:
+            return bound.past.ring, bound.past.entries, bound.past.valid
         if bound.ring is not None:
             assert self.rings is not None
             return bound.ring, step.rows, self.rings.valid
@@ -455,12 +543,14 @@ class TurboQuantBackend(AttentionBackend):
         return bound, step
 
     def _options(
-        self, k: Tensor | None, save_kv_cache: bool, options: dict[str, Any]
+        self, layer: Any, k: Tensor | None, save_kv_cache: bool, options: dict[str, Any]
     ) -> Tensor | None:
         """The learned sinks of a call, whose other options are refused."""
         others = [name for name, value in options.items() if name != "sinks" and value is not None]
-        if k is None or not save_kv_cache:
-            others.append("keys of another layer" if k is None else "save_kv_cache=False")
+        if k is None and layer.layer_id not in self.kept:
+            others.append("keys of another layer")
+        elif k is not None and not save_kv_cache:
+            others.append("save_kv_cache=False")
         if others:
             raise NotImplementedError(
                 f"torch_turboquant: attention with {', '.join(others)} is not supported: "
@@ -468,32 +558,6 @@ class TurboQuantBackend(AttentionBackend):
             )
         sinks = options.get("sinks")
         return None if sinks is None else sinks.float()
-
-
-def _attention_layers(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, bool]]:
-    """Every attention layer of a model, and whether its keys have a bias.
-
-    Around a model of transformers (--model-impl transformers, and models that SGLang does not know)
-    SGLang has the layers in a dictionary, by the numbers that the model's own attention has.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, RadixAttention):
-            yield module, _keys_have_bias(model.get_submodule(name.rpartition(".")[0]))
-    beside: dict[int, RadixAttention] = getattr(model, "attention_instances", {})
-    biased = {
-        getattr(module, "layer_idx", None) for module in model.modules() if _keys_have_bias(module)
-    }
-    for number, module in beside.items():
-        yield module, number in biased
-
-
-def _keys_have_bias(attention: torch.nn.Module) -> bool:
-    """Whether the keys of an attention module have a bias."""
-    return any(
-        getattr(module, "bias", None) is not None
-        for name, module in attention.named_children()
-        if name == "k_proj" or isinstance(module, QKVParallelLinear)
-    )
 
 
 def _rescaled(bound: Layer, scale: float) -> Layer:

@@ -69,15 +69,15 @@ def two_cell_sizes(original: Original, cells: Any, kvc: Any) -> None:
     """The bytes of a token in each of two pools, and of one for which both are divided up.
 
     SGLang multiplies the bytes of a layer by the number of layers, which may have presets of their
-    own: a layer gets their mean.
+    own, or no pages: a layer gets their mean.
     """
     original(cells, kvc)
     plan = plan_of(kvc)
     if plan is None:
         return
     full, sliding = plan.bytes_of(plan.full_layers), plan.bytes_of(plan.sliding_layers)
-    cells._full_per_token = full / len(plan.full_layers)
-    cells._swa_per_token = sliding / len(plan.sliding_layers)
+    cells._full_per_token = full / plan.asked(plan.full_layers)
+    cells._swa_per_token = sliding / plan.asked(plan.sliding_layers)
     cells._cell_size = full + cells._swa_full_tokens_ratio * sliding
 
 

@@ -230,6 +230,20 @@ def wrong_layer(layer: Any, head_dim: int, kv_heads: int) -> list[str]:
     return found
 
 
+def wrong_reader(layer: Any, source: Any | None) -> list[str]:
+    """What is wrong with a RadixAttention that reads the keys of another layer, `source`; None:
+    no layer before it has stored some under this number."""
+    number = layer.layer_id
+    if source is None:
+        return [f"a layer reads the keys of layer {number}, which has none: {ELSEWHERE}"]
+    alike = ("sliding_window_size", "logit_cap")
+    if any(getattr(layer, name) != getattr(source, name) for name in alike):
+        return [
+            f"a layer reads the keys of layer {number} with another window or cap: {ELSEWHERE}"
+        ]
+    return []
+
+
 def refuse(found: list[str]) -> None:
     """Raises ValueError if anything was found."""
     if found:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class Plan:
         own_layers: which layers of the model have pages, by their numbers, in their order.
         sliding_layers: those of them whose pages lie in a pool of their own, which SGLang gives the
             layers with sliding windows of some models; usually none.
+        readers: how many layers without pages read those of a layer, by its number; usually none.
         is_hybrid: whether other layers keep a state, in a pool of SGLang's.
 
     Raises:
@@ -50,9 +52,12 @@ class Plan:
     """
 
     sliding_layers: Sequence[int] = ()
+    readers: Mapping[int, int] = MappingProxyType({})
 
     def __init__(self, kvc: Any) -> None:
         from sglang.srt.runtime_context import get_parallel
+
+        from torch_turboquant.integrations.sglang.layers import layers_with_keys, readers_of
 
         args, model = chosen(kvc.server_args), kvc.model_config
         limits.refuse(limits.wrong_arguments(args) + limits.wrong_model(kvc, args))
@@ -63,8 +68,12 @@ class Plan:
         self.head_dim: int = model.head_dim
         self.kv_heads: int = model.get_num_kv_heads(self.ranks)
         self.q_heads: int = model.num_attention_heads // self.ranks
-        self.own_layers = attention_layers(kvc)
-        self.sliding_layers = sliding_layers(kvc)
+        self.readers = readers_of(kvc.model)
+        self.own_layers, self.sliding_layers = attention_layers(kvc), sliding_layers(kvc)
+        if self.readers:
+            stored = layers_with_keys(kvc.model)
+            self.own_layers = [layer for layer in self.own_layers if layer in stored]
+            self.sliding_layers = [layer for layer in self.sliding_layers if layer in stored]
         self.is_hybrid: bool = kvc.mambaish_config is not None
         self.drafts: int = args.speculative_num_draft_tokens if args.speculative_algorithm else 0
         self.layers_of_drafts = draft_layers(kvc)
@@ -102,6 +111,10 @@ class Plan:
         """Bytes of a token and KV head in a layer's pages."""
         return pages.bytes_per_token(self.configs[layer], self.page_size, self.first_token)
 
+    def asked(self, layers: Sequence[int]) -> int:
+        """For how many layers SGLang wants pages where these have some: readers are among them."""
+        return sum(1 + self.readers.get(layer, 0) for layer in layers)
+
     @property
     def full_layers(self) -> Sequence[int]:
         """The layers with pages that are not in the pool of sliding layers."""
@@ -129,8 +142,8 @@ class Plan:
         the size of the model's own layers, from which it would count too few bytes.
         """
         own, drafts = self.bytes_per_token, self.layers_of_drafts
-        all_layers = own + drafts * self.plain_bytes_per_layer
-        return math.ceil(all_layers * self.layers / (self.layers + drafts))
+        all_layers, asked = own + drafts * self.plain_bytes_per_layer, self.asked(self.own_layers)
+        return math.ceil(all_layers * asked / (asked + drafts))
 
     @property
     def bytes_per_request(self) -> int:
@@ -202,11 +215,16 @@ class Plan:
         plain = self.plain_bytes_per_layer * self.layers
         centers = "none" if self.constants is None else self.constants.describe()
         each = self.bytes_per_request
-        tails = sliding = ""
+        tails = sliding = shared = ""
         if self.sliding_layers:
             sliding = (
                 f" (and {sliding_tokens:,} in a pool of {len(self.sliding_layers)} layers with "
                 "sliding windows)"
+            )
+        if self.readers:
+            shared = (
+                f" {sum(self.readers.values())} more layers have no pages and read those of layers "
+                f"{' and '.join(map(str, sorted(self.readers)))}."
             )
         if each:
             tails = (
@@ -217,7 +235,7 @@ class Plan:
             f"TurboQuant: {self.settings.presets}, "
             f"{self.bytes_per_token / self.layers:,.0f} bytes per token and layer on this rank; "
             f"{tokens:,} tokens fit{sliding}, {plain / self.bytes_per_token:.2f} times those of "
-            f"{str(self.dtype).removeprefix('torch.')} in as many bytes.{tails} "
+            f"{str(self.dtype).removeprefix('torch.')} in as many bytes.{shared}{tails} "
             f"Centers: {centers}; seed {self.settings.seed}; format {FORMAT_VERSION}"
         )
 

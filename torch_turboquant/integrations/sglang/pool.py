@@ -33,7 +33,8 @@ class TurboQuantKVPool(KVCache):
 
     Attributes:
         plan: Plan.
-        layers: the numbers of the layers whose pages are here.
+        layers: the numbers of the layers whose pages are here. A layer that reads the keys of
+            another one has none, though SGLang counts it.
         pages: of each of these uint8 [pages, kv_heads, page_size, bytes of a token], of which
             engine.pages.page_parts makes records and exact first tokens. Page 0 is SGLang's, for
             padding.
@@ -79,7 +80,8 @@ class TurboQuantKVPool(KVCache):
         sliding = allocation_label == SLIDING
         self.layers = plan.sliding_layers if sliding else plan.full_layers
         asked = (page_size, head_num, head_dim, layer_num, start_layer or 0)
-        expected = (plan.page_size, plan.kv_heads, plan.head_dim, len(self.layers), 0)
+        layers = plan.asked(self.layers)
+        expected = (plan.page_size, plan.kv_heads, plan.head_dim, layers, 0)
         if asked != expected or post_capture_active or quant_method is not None:
             raise ValueError(
                 "torch_turboquant: SGLang asks for a cache of page size, heads, channels, layers "

@@ -1,0 +1,293 @@
+"""Models whose later layers keep no keys, and read those of an earlier layer (Gemma 3n)."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: make sglang")
+
+import transformers
+from sglang.srt.configs import update_config
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+from tests.sglang.harness import ON_GPU, check_prefixes, engine, replay, told
+from tests.vllm import reference as references
+from tests.vllm.harness import prompt, randomise, save
+from tests.vllm.reference import Reference
+from torch_turboquant import centers as files
+from torch_turboquant.integrations.sglang import limits
+from torch_turboquant.integrations.sglang.backend import TurboQuantBackend
+
+TOKENS = 12
+SEEN = 24  # tokens that a sliding layer sees
+PRESET, DTYPE = ("k8v8", "bfloat16") if ON_GPU else ("k5v4u", "float32")
+LAYERS = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"] * 2
+LAYERS.append("full_attention")
+READERS = 3  # of layers 2 and 3: 4 and 5 read the keys of 2, and 6 those of 3
+PROMPTS = [prompt(n, seed=n) for n in (5, 40, 33, 90)]
+SHAPE = {
+    "vocab_size": 128,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size": 128,
+    "hidden_size_per_layer_input": 16,
+    "intermediate_size": 64,
+    "num_hidden_layers": len(LAYERS),
+    "num_kv_shared_layers": READERS,
+    "layer_types": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "sliding_window": SEEN,
+    "max_position_embeddings": 1024,
+    "laurel_rank": 16,
+    "altup_num_inputs": 2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def save_gemma(folder):
+    """Writes a small random Gemma 3n; returns it, with the windows that SGLang gives its layers."""
+    torch.manual_seed(0)
+    config = transformers.Gemma3nTextConfig(**SHAPE)
+    gemma = save(randomise(transformers.Gemma3nForCausalLM(config)), folder)
+    for layer in gemma.model.layers:
+        if layer.self_attn.sliding_window is not None:
+            layer.self_attn.sliding_window += 1  # SGLang does not count the query in this model
+    return gemma
+
+
+@pytest.fixture(autouse=True)
+def sizes_of_layers(monkeypatch):
+    """SGLang rounds sizes up for its CPU kernels, and knows no model whose layers differ in them."""
+    original = update_config.update_intermediate_size
+
+    def leave_lists(config, name, padding):
+        is_list = isinstance(getattr(config.hf_config, name, None), list)
+        return config if is_list else original(config, name, padding)
+
+    monkeypatch.setattr(update_config, "update_intermediate_size", leave_lists)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gemma")
+    return folder, save_gemma(folder)
+
+
+@pytest.mark.parametrize("window", [0, 8, 40])
+def test_prompts_of_a_batch(model, window):
+    folder, gemma = model
+    reference = Reference(gemma, PRESET, window=window)
+    settings = {"preset": PRESET, "window": window}
+    with told() as lines, engine(folder, settings, dtype=DTYPE) as loop:
+        answers = loop.generate(PROMPTS, TOKENS)
+        assert list(loop.pool.layers) == sorted(loop.backend.layers) == [0, 1, 2, 3]
+        assert len(loop.pool.pages) == 4
+    assert " 3 more layers have no pages and read those of layers 2 and 3." in lines[0]
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        assert len(answer.tokens) == TOKENS
+        replay(reference, p, answer)
+
+
+@pytest.mark.skipif(ON_GPU, reason="codes of few bits, which 16-bit models move")
+def test_the_reference_tells_readers_apart(model, monkeypatch):
+    """Whose signs a reader takes makes a difference, and what it sees exactly as well."""
+    folder, gemma = model
+    prompts = [prompt(n, seed=n) for n in (20, 25, 30, 35, 40)]
+    with engine(folder, {"preset": "k3v2", "window": 16}) as loop:
+        answers = loop.generate(prompts, TOKENS)
+
+    class Other(Reference):
+        """Readers see that many tokens exactly, and their own ones or not."""
+
+        def __init__(self, window, own):
+            super().__init__(gemma, "k3v2", window=16)
+            self.of_readers = window, own
+
+        def _attend(self, module, *arguments, **more):
+            before = self.window, self.exact_steps
+            if references.stored_by(module) != module.layer_idx:
+                self.window, self.exact_steps = self.of_readers
+            try:
+                return super()._attend(module, *arguments, **more)
+            finally:
+                self.window, self.exact_steps = before
+
+    def check(seen):
+        for p, answer in zip(prompts, answers, strict=True):
+            replay(seen, p, answer)
+
+    check(Other(16, own=True))
+    for wrong in (Other(0, own=True), Other(0, own=False)):
+        with pytest.raises(AssertionError, match="below"):
+            check(wrong)
+    monkeypatch.setattr(references, "stored_by", lambda module: module.layer_idx)
+    with pytest.raises(AssertionError, match="below"):
+        check(Reference(gemma, "k3v2", window=16))
+
+
+@pytest.mark.parametrize(("page_size", "window"), [(16, 0), (16, 16), (64, 40)])
+def test_prompts_in_chunks(model, page_size, window):
+    """Beside decoding requests as well, where pages are small enough."""
+    folder, gemma = model
+    reference = Reference(gemma, PRESET, window=window)
+    prompts = [prompt(n, seed=n) for n in (20, 150, 130)]
+    settings = {"preset": PRESET, "window": window}
+    chunks = {"chunked_prefill_size": 64, "enable_mixed_chunk": True, "page_size": page_size}
+    with engine(folder, settings, dtype=DTYPE, **chunks) as loop:
+        answers = loop.generate(prompts, TOKENS)
+        assert loop.mixed > 0 or page_size == 64
+    for p, answer in zip(prompts, answers, strict=True):
+        replay(reference, p, answer)
+
+
+@pytest.mark.parametrize("window", [0, 16])
+def test_prefixes_of_the_tree(model, window):
+    folder, gemma = model
+    started = engine(folder, {"preset": PRESET, "window": window}, dtype=DTYPE)
+    check_prefixes(Reference(gemma, PRESET, window=window), started, TOKENS)
+
+
+def test_the_first_token_from_its_codes(model):
+    folder, gemma = model
+    reference = Reference(gemma, PRESET, window=16, first_token=False)
+    settings = {"preset": PRESET, "window": 16, "first_token": "codes"}
+    with engine(folder, settings, dtype=DTYPE) as loop:
+        answers = loop.generate(PROMPTS, TOKENS)
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        replay(reference, p, answer)
+
+
+def test_retracted_requests_go_on(model, monkeypatch):
+    folder, gemma = model
+    reference = Reference(gemma, PRESET, window=16)
+    prompts = [prompt(40, seed=seed) for seed in range(4)]
+    monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT", True)
+    monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT_INTERVAL", 20)
+    with engine(folder, {"preset": PRESET, "window": 16}, dtype=DTYPE) as loop:
+        answers = loop.generate(prompts, 50)
+    assert sum(answer.retractions for answer in answers) > 1
+    for p, answer in zip(prompts, answers, strict=True):
+        assert len(answer.tokens) == 50, answer.reason
+        replay(reference, p, answer)
+
+
+@pytest.mark.parametrize(("window", "chain"), [(0, 4), (24, 9)])
+def test_drafts(model, window, chain):
+    folder, gemma = model
+    reference = Reference(gemma, PRESET, window=window)
+    options = {
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": chain,
+        "speculative_ngram_max_bfs_breadth": 1,
+        "speculative_ngram_capacity": 10_000,
+    }
+    prompts = [[*prompt(5, seed=5)] * 5, *PROMPTS[1:]]
+    hit = [*PROMPTS[3][:70], *prompt(30, seed=1)]
+    settings = {"preset": PRESET, "window": window}
+    with engine(folder, settings, dtype=DTYPE, **options) as loop:
+        answers = loop.generate(prompts, 24)
+        (later,) = loop.generate([hit], 24)
+        steps = loop.accepted
+    for p, answer in zip(prompts, answers, strict=True):
+        replay(reference, p, answer)
+    assert later.cached == 64
+    replay(reference, hit, later, answers[3].calls)
+    assert max(steps) > 1
+
+
+def test_a_file_of_centers(model, tmp_path):
+    """Readers take the center of the layer whose keys they read, and its preset."""
+    folder, gemma = model
+    generator = torch.Generator().manual_seed(5)
+    centers = [0.5 * torch.randn(2, 64, generator=generator) for _ in range(4)]
+    file = tmp_path / "centers.safetensors"
+    files.save(file, [*centers, *[None] * READERS], gemma.config)
+    presets = ["k4v4", "k4v4", "k3v2", "k8v4", "k4v4", "k4v4", "k4v4"]
+    reference = Reference(gemma, presets, center=lambda layer, keys: centers[layer], window=16)
+    layers = {"2": "k3v2", "-4": "k8v4"}
+    settings = {"preset": "k4v4", "layers": layers, "centers": str(file), "window": 16}
+    with told() as lines, engine(folder, settings, dtype="float32") as loop:
+        answers = loop.generate(PROMPTS, TOKENS)
+    assert f"Centers: centers from {file} (sha256 " in lines[0]
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        replay(reference, p, answer)
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_the_engine_counts_layers_that_store(model, window):
+    """What SGLang allocates for a budget is not more than that, and not much less."""
+    folder, _ = model
+    budget = 8 << 20
+    options = {"max_total_tokens": None, "max_running_requests": 4, "page_size": 64}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCacheConfigurator, "_profile_available_bytes", lambda *_: budget)
+        with told() as lines, engine(folder, {"window": window}, dtype=DTYPE, **options) as loop:
+            rings = [layer.ring for layer in loop.backend.layers.values()]
+            memory = [*loop.pool.pages, *(ring for ring in rings if ring is not None)]
+            taken = sum(part.numel() * part.element_size() for part in memory)
+            page = sum(pages[0].numel() for pages in loop.pool.pages)
+            tokens = loop.scheduler.max_total_num_tokens
+    assert budget - 2 * page < taken <= budget + page  # page 0 is SGLang's
+    assert f"{tokens:,} tokens fit" in lines[0]
+
+
+def test_presets_of_layers_that_read(model):
+    folder, _ = model
+    wrong = r'"layers" names -1, which keep no keys and values; those that do are 0, 1, 2, 3'
+    with pytest.raises(ValueError, match=wrong), engine(folder, {"layers": {"-1": "k8v8"}}):
+        pass
+
+
+# ---- what is refused
+
+
+class Sharing(torch.nn.Module):
+    """A module around an attention, as SGLang marks those that read."""
+
+    def __init__(self, number, reads, **changes):
+        super().__init__()
+        options = {"num_kv_heads": 2, "layer_id": number, **changes}
+        self.attn = RadixAttention(4, 64, 0.125, **options)
+        self.is_kv_shared_layer = reads
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ([(0, False), (1, True)], "a layer reads the keys of layer 1, which has none: choose"),
+        ([(0, True), (0, False)], "a layer reads the keys of layer 0, which has none: choose"),
+        ([(0, False), (0, False)], "several attentions store the keys of layer 0: choose"),
+        (
+            [(0, False), (0, True, {"sliding_window_size": 8})],
+            "a layer reads the keys of layer 0 with another window or cap: choose",
+        ),
+    ],
+)
+def test_models_that_are_refused(layers, text):
+    made = [Sharing(*given[:2], **(given[2] if len(given) > 2 else {})) for given in layers]
+    backend = object.__new__(TurboQuantBackend)
+    backend.plan = SimpleNamespace(head_dim=64, kv_heads=2)
+    with pytest.raises(ValueError, match=re.escape(f"torch_turboquant: {text}")):
+        backend._bind(torch.nn.ModuleList(made), requests=1)
+
+
+def test_readers_like_their_source():
+    source, reader = (SimpleNamespace(layer_id=1, sliding_window_size=7, logit_cap=0) for _ in "ab")
+    assert limits.wrong_reader(reader, source) == []
+
+
+def test_calls_without_keys_are_refused():
+    """Where no layer has stored some in the same step."""
+    backend = object.__new__(TurboQuantBackend)
+    backend.kept = {}
+    layer = SimpleNamespace(layer_id=1)
+    with pytest.raises(NotImplementedError, match="attention with keys of another layer is not"):
+        backend._options(layer, None, False, {})
+    with pytest.raises(NotImplementedError, match="attention with save_kv_cache=False is not"):
+        backend._options(layer, torch.zeros(1), False, {})

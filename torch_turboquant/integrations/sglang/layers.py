@@ -1,0 +1,64 @@
+"""The attention layers of a model, and which of them read the keys of another one.
+
+Some models (Gemma 3n, Gemma 4) have layers that keep no keys and values: they attend to those that
+an earlier layer has stored. SGLang gives the attention of such a layer the number of the earlier
+one, calls it without keys, and marks the module around it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from sglang.srt.layers.linear import QKVParallelLinear
+from sglang.srt.layers.radix_attention import RadixAttention
+
+
+class AttentionLayer(NamedTuple):
+    """One attention of a model."""
+
+    attention: RadixAttention
+    keys_have_bias: bool
+    reads: bool
+    """Whether it reads the keys of the layer whose number it has."""
+
+
+def attention_layers(model: torch.nn.Module) -> Iterator[AttentionLayer]:
+    """Every attention layer of a model, in its order.
+
+    Around a model of transformers (--model-impl transformers, and models that SGLang does not know)
+    SGLang has the layers in a dictionary, by the numbers that the model's own attention has.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, RadixAttention):
+            around = model.get_submodule(name.rpartition(".")[0])
+            reads = bool(getattr(around, "is_kv_shared_layer", False))
+            yield AttentionLayer(module, _keys_have_bias(around), reads)
+    beside: dict[int, RadixAttention] = getattr(model, "attention_instances", {})
+    biased = {
+        getattr(module, "layer_idx", None) for module in model.modules() if _keys_have_bias(module)
+    }
+    for number, module in beside.items():
+        yield AttentionLayer(module, number in biased, False)
+
+
+def readers_of(model: torch.nn.Module) -> Mapping[int, int]:
+    """How many layers read the keys of a layer, by its number; layers that nobody reads are left
+    out."""
+    return Counter(layer.attention.layer_id for layer in attention_layers(model) if layer.reads)
+
+
+def layers_with_keys(model: torch.nn.Module) -> set[int]:
+    """The numbers of the layers that store keys and values."""
+    return {layer.attention.layer_id for layer in attention_layers(model) if not layer.reads}
+
+
+def _keys_have_bias(attention: torch.nn.Module) -> bool:
+    """Whether the keys of an attention module have a bias."""
+    return any(
+        getattr(module, "bias", None) is not None
+        for name, module in attention.named_children()
+        if name == "k_proj" or isinstance(module, QKVParallelLinear)
+    )
