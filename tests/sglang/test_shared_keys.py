@@ -1,5 +1,6 @@
-"""Models whose later layers keep no keys, and read those of an earlier layer (Gemma 3n)."""
+"""Models whose later layers keep no keys, and read those of an earlier one (Gemma 3n, Gemma 4)."""
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -12,7 +13,9 @@ import transformers
 from sglang.srt.configs import update_config
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.utils.hf_transformers import config as config_parser
 
+from tests.sglang import test_graphs, test_prompts
 from tests.sglang.harness import ON_GPU, check_prefixes, engine, replay, told
 from tests.vllm import reference as references
 from tests.vllm.harness import prompt, randomise, save
@@ -21,11 +24,14 @@ from torch_turboquant import centers as files
 from torch_turboquant.integrations.sglang import limits
 from torch_turboquant.integrations.sglang.backend import TurboQuantBackend
 
+flash = test_prompts.flash
 TOKENS = 12
 SEEN = 24  # tokens that a sliding layer sees
 PRESET, DTYPE = ("k8v8", "bfloat16") if ON_GPU else ("k5v4u", "float32")
 LAYERS = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"] * 2
 LAYERS.append("full_attention")
+# Newer versions of SGLang look for a field that transformers 5.12 does not have.
+SINCE_HETEROGENEOUS = hasattr(config_parser, "_apply_gemma4_attention_overrides")
 READERS = 3  # of layers 2 and 3: 4 and 5 read the keys of 2, and 6 those of 3
 PROMPTS = [prompt(n, seed=n) for n in (5, 40, 33, 90)]
 SHAPE = {
@@ -63,14 +69,14 @@ def save_gemma(folder):
 
 @pytest.fixture(autouse=True)
 def sizes_of_layers(monkeypatch):
-    """SGLang rounds sizes up for its CPU kernels, and knows no model whose layers differ in them."""
+    """SGLang rounds sizes up for its CPU kernels, and knows no lists of them, nor missing ones."""
     original = update_config.update_intermediate_size
 
-    def leave_lists(config, name, padding):
-        is_list = isinstance(getattr(config.hf_config, name, None), list)
-        return config if is_list else original(config, name, padding)
+    def leave_others(config, name, padding):
+        is_size = isinstance(getattr(config.hf_config, name, None), int)
+        return original(config, name, padding) if is_size else config
 
-    monkeypatch.setattr(update_config, "update_intermediate_size", leave_lists)
+    monkeypatch.setattr(update_config, "update_intermediate_size", leave_others)
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +152,25 @@ def test_prompts_in_chunks(model, page_size, window):
         replay(reference, p, answer)
 
 
+def test_prompts_that_flash_attention_takes(model, flash):
+    """It gets the keys of the layer that stored them, and what its ring held before."""
+    folder, gemma = model
+    reference = Reference(gemma, PRESET, window=16)
+    reference.long_chunk = test_prompts.LONG
+    p, short = prompt(180, seed=1), prompt(20, seed=2)
+    settings, chunks = {"preset": PRESET, "window": 16}, {"chunked_prefill_size": 64}
+    with engine(folder, settings, dtype=DTYPE, enable_mixed_chunk=True, **chunks) as loop:
+        answers = loop.generate([p, short], TOKENS)
+    full = LAYERS.count("full_attention")
+    assert flash[: len(LAYERS)] == [(64, True)] * len(LAYERS)  # the first chunk, in all layers
+    past = [tokens for tokens, causal in flash if not causal]
+    assert (
+        past == [64] * full + [52] * 2 * full
+    )  # of the second chunk, and of the third in two parts
+    for q, answer in zip((p, short), answers, strict=True):
+        replay(reference, q, answer)
+
+
 @pytest.mark.parametrize("window", [0, 16])
 def test_prefixes_of_the_tree(model, window):
     folder, gemma = model
@@ -201,6 +226,53 @@ def test_drafts(model, window, chain):
     assert max(steps) > 1
 
 
+@pytest.mark.parametrize("window", [0, 16])
+def test_decode_steps_as_graphs_describe_them(model, window):
+    """Which here are not recorded. Three of a graph's four sequences; then two and one."""
+    folder, gemma = model
+    reference = Reference(gemma, PRESET, window=window)
+    settings = {"preset": PRESET, "window": window}
+    with engine(folder, settings, dtype=DTYPE, disable_cuda_graph=True) as loop:
+        backend = loop.backend
+        backend.init_cuda_graph_state(4, 4)
+        describe = backend.init_forward_metadata
+
+        def as_in_graphs(batch):
+            if not batch.forward_mode.is_decode():
+                return describe(batch)
+            backend.init_forward_metadata_out_graph(batch)
+            return backend.init_forward_metadata_in_graph(batch)
+
+        backend.init_forward_metadata = as_in_graphs
+        reqs = [loop.add(p, tokens) for p, tokens in zip(PROMPTS[1:], (5, 9, TOKENS), strict=True)]
+        loop.run()
+        answers = [loop.answer(req) for req in reqs]
+    for p, answer in zip(PROMPTS[1:], answers, strict=True):
+        replay(reference, p, answer)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("window", [0, 16])
+def test_steps_in_graphs(model, window):
+    """Decode steps in CUDA graphs are those without them, bit by bit."""
+    folder, _ = model
+    found = []
+    with engine(folder, {"preset": PRESET, "window": window}, dtype=DTYPE) as loop:
+        runner = loop.scheduler.tp_worker.model_runner
+        for graphs in (runner.decode_cuda_graph_runner, None):
+            runner.decode_cuda_graph_runner = graphs
+            loop.flush()
+            before = loop.graphs
+            with test_graphs.logits_of_steps(loop) as logits:
+                answers = loop.generate(PROMPTS, 30)
+            assert loop.graphs - before == (len(logits) if graphs else 0)
+            found.append(([answer.tokens for answer in answers], logits))
+    (tokens, in_graphs), (others, without) = found
+    assert tokens == others
+    for a, b in zip(in_graphs, without, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
 def test_a_file_of_centers(model, tmp_path):
     """Readers take the center of the layer whose keys they read, and its preset."""
     folder, gemma = model
@@ -244,6 +316,121 @@ def test_presets_of_layers_that_read(model):
         pass
 
 
+# ---- Gemma 4, whose layers with sliding windows have other heads, and a pool of their own
+
+
+@pytest.fixture(scope="module")
+def gemma_4(tmp_path_factory):
+    """Gemma 4 without pictures, whose full layers have one head for keys and values alike. Its file
+    names the heads as SGLang calls them when it has read a file with pictures."""
+    shape = {name: SHAPE[name] for name in SHAPE if not name.startswith(("laurel", "altup"))}
+    heads = {"head_dim": 64, "global_head_dim": 128, "num_key_value_heads": 2}
+    heads |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    config = transformers.Gemma4TextConfig(**{**shape, **heads})
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("gemma_4")
+    model = save(randomise(transformers.Gemma4ForCausalLM(config)), folder)
+    file = folder / "config.json"
+    theirs = {"head_dim": 128, "v_head_dim": 128, "swa_head_dim": 64, "swa_v_head_dim": 64}
+    theirs |= {"num_key_value_heads": 1, "swa_num_key_value_heads": 2}
+    file.write_text(json.dumps(json.loads(file.read_text()) | theirs))
+    return folder, model
+
+
+@pytest.mark.parametrize("window", [0, 16])
+def test_two_pools(gemma_4, window):
+    folder, gemma = gemma_4
+    reference = Reference(gemma, PRESET, window=window)
+    settings = {"preset": PRESET, "window": window}
+    with told() as lines, engine(folder, settings, dtype=DTYPE, chunked_prefill_size=64) as loop:
+        answers = loop.generate(PROMPTS, TOKENS)
+        hit = [*PROMPTS[3][:70], *prompt(40, seed=5)]
+        (later,) = loop.generate([hit], TOKENS)
+        both = loop.pool.full_kv_pool, loop.pool.swa_kv_pool
+    assert [list(pool.layers) for pool in both] == [[1, 3], [0, 2]]
+    assert " 3 more layers have no pages and read those of layers 2 and 3." in lines[0]
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        assert len(answer.tokens) == TOKENS
+        replay(reference, p, answer)
+    assert later.cached == 64
+    replay(reference, hit, later, answers[3].calls)
+
+
+def test_a_model_for_pictures(gemma_4, tmp_path, monkeypatch):
+    """Asked in words. Centers are of the heads that its own configuration names."""
+    _, gemma = gemma_4
+    rotary = gemma.model.rotary_emb
+    original = rotary.forward
+
+    def from_one(x, positions, *more, **options):  # as SGLang counts in this model
+        return original(x, positions + 1, *more, **options)
+
+    monkeypatch.setattr(rotary, "forward", from_one)
+    tower = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    tower |= {"num_attention_heads": 1, "num_key_value_heads": 1, "position_embedding_size": 16}
+    config = transformers.Gemma4Config(
+        text_config=gemma.config.to_dict(), vision_config=tower, audio_config=None
+    )
+    if SINCE_HETEROGENEOUS and not hasattr(config.text_config, "is_heterogeneous"):
+        pytest.skip("this SGLang reads such a model with a newer transformers")
+    whole = transformers.Gemma4ForConditionalGeneration(config)
+    whole.model.language_model.load_state_dict(gemma.model.state_dict())
+    save(whole, tmp_path)
+    generator = torch.Generator().manual_seed(5)
+    heads = [(2, 64), (1, 128)] * 2
+    centers = [0.5 * torch.randn(shape, generator=generator) for shape in heads]
+    files.save(tmp_path / files.FILE_NAME, [*centers, *[None] * READERS], config)
+    reference = Reference(gemma, "k4v4", center=lambda layer, keys: centers[layer], window=16)
+    settings = {"preset": "k4v4", "window": 16}
+    with told() as lines, engine(tmp_path, settings, dtype="float32") as loop:
+        answers = loop.generate(PROMPTS, TOKENS)
+        assert type(loop.scheduler.tp_worker.model_runner.model).__name__.startswith(
+            "Gemma4ForCond"
+        )
+    assert f"Centers: centers from {tmp_path / files.FILE_NAME} (sha256 " in lines[0]
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        replay(reference, p, answer)
+
+
+def test_one_pool_with_drafts(gemma_4):
+    """Which SGLang's own pools cannot hold where heads differ."""
+    folder, gemma = gemma_4
+    reference = Reference(gemma, PRESET, window=16)
+    options = {
+        "disable_hybrid_swa_memory": True,
+        "speculative_algorithm": "NGRAM",
+        "speculative_num_draft_tokens": 4,
+        "speculative_ngram_max_bfs_breadth": 1,
+        "speculative_ngram_capacity": 10_000,
+    }
+    prompts = [[*prompt(5, seed=5)] * 5, *PROMPTS[1:]]
+    with engine(folder, {"preset": PRESET, "window": 16}, dtype=DTYPE, **options) as loop:
+        answers = loop.generate(prompts, 24)
+        assert list(loop.pool.layers) == [0, 1, 2, 3]
+        assert max(loop.accepted) > 1
+    for p, answer in zip(prompts, answers, strict=True):
+        replay(reference, p, answer)
+
+
+@pytest.mark.parametrize("one_pool", [False, True])
+def test_the_engine_counts_heads_that_differ(gemma_4, one_pool):
+    folder, _ = gemma_4
+    budget = 8 << 20
+    options = {"max_total_tokens": None, "max_running_requests": 4, "dtype": DTYPE}
+    options["disable_hybrid_swa_memory"] = one_pool
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCacheConfigurator, "_profile_available_bytes", lambda *_: budget)
+        with engine(folder, {"window": 16}, **options) as loop:
+            pools = [loop.pool]
+            if not one_pool:
+                pools = [loop.pool.full_kv_pool, loop.pool.swa_kv_pool]
+            rings = [layer.ring for layer in loop.backend.layers.values()]
+            memory = [*rings, *(pages for pool in pools for pages in pool.pages)]
+            taken = sum(part.numel() * part.element_size() for part in memory)
+            page = sum(pages[0].numel() for pool in pools for pages in pool.pages)
+    assert budget - 3 * page < taken <= budget + page  # page 0 is SGLang's
+
+
 # ---- what is refused
 
 
@@ -272,7 +459,7 @@ class Sharing(torch.nn.Module):
 def test_models_that_are_refused(layers, text):
     made = [Sharing(*given[:2], **(given[2] if len(given) > 2 else {})) for given in layers]
     backend = object.__new__(TurboQuantBackend)
-    backend.plan = SimpleNamespace(head_dim=64, kv_heads=2)
+    backend.plan = SimpleNamespace(heads=lambda layer: (2, 64))
     with pytest.raises(ValueError, match=re.escape(f"torch_turboquant: {text}")):
         backend._bind(torch.nn.ModuleList(made), requests=1)
 

@@ -25,6 +25,8 @@ from torch_turboquant.integrations.sglang.steps import Rings, Steps
 from torch_turboquant.integrations.sglang.versions import TESTED, check_version
 
 DRAFTS = SimpleNamespace(kv_cache_dtype="auto", speculative_algorithm="NGRAM")
+GEMMA_4 = {"hf_config": SimpleNamespace(architectures=["Gemma4ForCausalLM"])}
+BOTH_WAYS = SimpleNamespace(use_bidirectional_attention="vision")
 THEIR_BACKEND = {"speculative_draft_attention_backend": "triton"}
 
 
@@ -329,6 +331,14 @@ def test_two_backends_are_refused():
         ({"post_capture_kv_active": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is not supported"),
         ({"model_dtype": torch.float64}, "the model computes in torch.float64: pass --dtype"),
         ({"kv_cache_dtype": torch.float8_e4m3fn}, "the checkpoint asks .* --kv-cache-dtype bf16"),
+        (
+            {**GEMMA_4, "swa_head_dim": 100, "swa_v_head_dim": 100},
+            "head_dim is 100, supported in page records: .*: choose another",
+        ),
+        (
+            {**GEMMA_4, "is_multimodal": True, "hf_text_config": BOTH_WAYS},
+            "pictures whose tokens see each other are not .* enable_multimodal=False, which then",
+        ),
         ({"head_dim": 100}, "head_dim is 100, supported in page records: .*: choose another"),
         ({"v_head_dim": 128}, "keys have 64 channels and values 128: choose another"),
         ({"is_generation": False}, "models that do not generate by a decoder"),
@@ -337,6 +347,8 @@ def test_two_backends_are_refused():
 def test_models_that_are_refused(changes, text):
     model = {"head_dim": 64, "v_head_dim": 64, "is_generation": True, "is_encoder_decoder": False}
     model["full_attention_layer_ids"] = [1]
+    model["swa_head_dim"] = model["swa_v_head_dim"] = 64
+    model["hf_config"] = SimpleNamespace(architectures=["MiMoV2ForCausalLM"])
     kvc = {
         "use_mla_backend": False,
         "mambaish_config": None,
@@ -385,8 +397,8 @@ def test_layers_that_are_refused(changes, text):
         "tp_k_head_num": 2,
         "layer_id": 3,
     }
-    assert limits.wrong_layer(SimpleNamespace(**plain), 64, 2) == []
-    (found,) = limits.wrong_layer(SimpleNamespace(**{**plain, **changes}), 64, 2)
+    assert limits.wrong_layer(SimpleNamespace(**plain), 2, 64) == []
+    (found,) = limits.wrong_layer(SimpleNamespace(**{**plain, **changes}), 2, 64)
     assert found.startswith(text)
 
 

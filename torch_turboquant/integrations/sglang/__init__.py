@@ -9,6 +9,7 @@ SGLang finds `register` by the entry point group sglang.srt.plugins and calls it
     arguments.py  the arguments of the server, as an engine runs with them
     limits.py     what is refused at start, with the reason and the cure
     plan.py       the presets, sizes and constants of all layers of an engine
+    layers.py     the attention layers of a model, and which of them read the keys of another
     hooks.py      the methods of SGLang that ask the plan, and whether they do
     pool.py       the memory of the pages, in place of SGLang's
     steps.py      what a step is about: lengths, pages, slots and entries of the tail

@@ -149,9 +149,9 @@ class TurboQuantBackend(AttentionBackend):
         sliding = both.swa_kv_pool if self.plan.sliding_layers else None
         self.sliding_pool: TurboQuantKVPool | None = sliding
         self.steps = Steps(rows.req_to_token, self.plan.page_size, self.plan.drafts, to_sliding)
-        self.flash = prompts.flash_attention(self.plan.head_dim, self.plan.device)
+        channels = min(self.plan.heads(layer).channels for layer in self.plan.own_layers)
         self.long_chunk: int | None = None
-        if self.flash is not None:
+        if prompts.flash_attention(channels, self.plan.device) is not None:
             self.long_chunk = prompts.long_chunk(self.plan.q_heads, self.plan.device)
         self.rings: Rings | None = None
         if self.window:
@@ -172,7 +172,7 @@ class TurboQuantBackend(AttentionBackend):
         found: dict[int, RadixAttention] = {}
         for module, keys_have_bias, reads in attention_layers(model):
             number = module.layer_id
-            wrong = limits.wrong_layer(module, self.plan.head_dim, self.plan.kv_heads)
+            wrong = limits.wrong_layer(module, *self.plan.heads(number))
             if reads:
                 wrong += limits.wrong_reader(module, found.get(number))
             elif number in found:
@@ -216,17 +216,18 @@ class TurboQuantBackend(AttentionBackend):
             (sees, soft_cap),
             is_sliding,
             load,
-            self._prompt_attention(module.scaling, sees, soft_cap),
+            self._prompt_attention(config.head_dim, module.scaling, sees, soft_cap),
             number in plan.readers,
         )
 
     def _prompt_attention(
-        self, scale: float, sliding_window: int, soft_cap: float
+        self, head_dim: int, scale: float, sliding_window: int, soft_cap: float
     ) -> PromptAttention | None:
-        if self.flash is None:
+        flash = prompts.flash_attention(head_dim, self.plan.device)
+        if flash is None:
             return None
         options = {"softmax_scale": scale, "softcap": soft_cap}
-        return PromptAttention(self.flash, options, sliding_window)
+        return PromptAttention(flash, options, sliding_window)
 
     # ---- steps
 
@@ -322,11 +323,11 @@ class TurboQuantBackend(AttentionBackend):
             kept = self.kept[layer.layer_id]
             _attend(*self._arguments(bound, step, q, sinks), kept.k, kept.v, out=out)
             return out.flatten(1)
-        new = self._new(k, v)
+        new = self._new(layer, k, v)
         arguments = (*self._arguments(bound, step, q, sinks), *new)
         _store_and_attend(*arguments, slot_mapping=step.slots, **bound.step_arguments, out=out)
         if bound.is_read:
-            self.kept[layer.layer_id] = Kept(*new, past=None)
+            self.kept[layer.layer_id] = Kept(*new, None)
         return out.flatten(1)
 
     @torch.no_grad()
@@ -346,22 +347,22 @@ class TurboQuantBackend(AttentionBackend):
         q, out = self._queries(q, layer)
         if step.checks_drafts:
             if k is not None:
-                new = self._new(k, v)
+                new = self._new(layer, k, v)
                 self._store(bound, step, *new)
                 if bound.is_read:
-                    self.kept[layer.layer_id] = Kept(*new, past=None)
+                    self.kept[layer.layer_id] = Kept(*new, None)
             _attend(*self._arguments(bound, step, q, sinks), None, None, out=out)
             return out.flatten(1)
         if k is None:
             kept = self.kept[layer.layer_id]
             self._attend_chunks(bound._replace(past=kept.past), step, q, kept.k, kept.v, out, sinks)
             return out.flatten(1)
-        new = self._new(k, v)
+        new = self._new(layer, k, v)
         self._fetch_first_tokens(bound, step)
         if bound.is_read:
             # copies, since SGLang's graphs around the attention of prompts use their memory again
-            own = (tokens.clone() for tokens in new)
-            self.kept[layer.layer_id] = Kept(*own, past=self._past(bound, step))
+            keys, values = (tokens.clone() for tokens in new)
+            self.kept[layer.layer_id] = Kept(keys, values, self._past(bound, step))
         self._attend_chunks(bound, step, q, *new, out, sinks)
         self._store(bound, step, *new)
         self._keep_first_tokens(bound, step, *new)
@@ -526,9 +527,11 @@ class TurboQuantBackend(AttentionBackend):
             return bound.first_tokens, step.first_pages, None
         return None, None, None
 
-    def _new(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def _new(layer: Any, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor]:
         """The new keys and values [tokens, kv_heads, head_dim]."""
-        heads, d = self.plan.kv_heads, self.plan.head_dim
+        assert v is not None, "SGLang gives both or none"
+        heads, d = layer.tp_k_head_num, layer.qk_head_dim
         return k.view(-1, heads, d), v.view(-1, heads, d)
 
     def _bound(self, layer: Any) -> tuple[Layer, Step]:

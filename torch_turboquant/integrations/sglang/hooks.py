@@ -162,7 +162,8 @@ def adjust_to_model(original: Original, server_args: Any) -> Any:
 
 def backends_to_judge(original: Original, view: Any) -> tuple[str | None, str | None]:
     """The backends of prefill and decode; where SGLang judges ours, one of those that can do as
-    much: gpt-oss needs sliding windows and learned sinks, and has a list of names that have both.
+    much: gpt-oss needs sliding windows and learned sinks, Gemma 4 needs layers that share keys, and
+    there are lists of names that have them.
     """
     found: tuple[str | None, str | None] = original(view)
     return (AS_ABLE, AS_ABLE) if _judging.get() and all(map(is_ours, found)) else found

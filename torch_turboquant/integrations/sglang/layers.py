@@ -15,6 +15,8 @@ import torch
 from sglang.srt.layers.linear import QKVParallelLinear
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from torch_turboquant.integrations.sglang.plan import Heads
+
 
 class AttentionLayer(NamedTuple):
     """One attention of a model."""
@@ -50,9 +52,10 @@ def readers_of(model: torch.nn.Module) -> Mapping[int, int]:
     return Counter(layer.attention.layer_id for layer in attention_layers(model) if layer.reads)
 
 
-def layers_with_keys(model: torch.nn.Module) -> set[int]:
-    """The numbers of the layers that store keys and values."""
-    return {layer.attention.layer_id for layer in attention_layers(model) if not layer.reads}
+def heads_of(model: torch.nn.Module) -> dict[int, Heads]:
+    """The heads of the layers that store keys and values, by their numbers."""
+    found = (layer.attention for layer in attention_layers(model) if not layer.reads)
+    return {layer.layer_id: Heads(layer.tp_k_head_num, layer.qk_head_dim) for layer in found}
 
 
 def _keys_have_bias(attention: torch.nn.Module) -> bool:

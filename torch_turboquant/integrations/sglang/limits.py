@@ -50,6 +50,13 @@ SINCE = {"enable_unified_cache_external_linker": (0, 5, 20), "attn_dp_size": (0,
 """Those of these arguments that older versions do not have. attn_dp_size took the place of
 enable_dp_attention, which then is off in every engine."""
 
+OWN_HEADS = (
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+)
+"""Models whose layers with sliding windows may have other heads than the others."""
+
 DRAFTING = ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE")
 """Algorithms of speculative decoding; NEXTN is another name for EAGLE."""
 
@@ -155,15 +162,37 @@ def wrong_model(kvc: Any, args: Any) -> list[str]:
         )
     if not kvc.use_mla_backend:
         found += wrong_head(model.head_dim, model.v_head_dim)
+        if heads_may_differ(kvc) and not found:
+            found += wrong_head(model.swa_head_dim, model.swa_v_head_dim)
+    if sees_pictures_both_ways(model):
+        found.append(
+            "pictures whose tokens see each other are not supported: give the engine "
+            f"enable_multimodal=False, which then reads text alone, or {ELSEWHERE}"
+        )
     wrong = wrong_dtype(dtype, on_cpu)
     return [*found, wrong] if wrong else found
+
+
+def sees_pictures_both_ways(model: Any) -> bool:
+    """Whether tokens of a picture are to see each other (larger Gemma 4). With a backend that it
+    does not know SGLang only logs that they do not.
+
+    Args:
+        model: SGLang's ModelConfig.
+    """
+    if (
+        not getattr(model, "is_multimodal", False)
+        or model.hf_config.architectures[0] not in OWN_HEADS
+    ):
+        return False
+    return getattr(model.hf_text_config, "use_bidirectional_attention", None) == "vision"
 
 
 def wrong_pools(kvc: Any, args: Any) -> list[str]:
     """What is wrong with a model whose sliding layers SGLang gives a pool of their own; arguments
     as in wrong_model."""
     found = []
-    if kvc.is_hybrid_swa_compress:
+    if kvc.is_hybrid_swa_compress and not heads_may_differ(kvc):
         found.append(
             "layers with sliding windows whose heads differ from those of other layers are not "
             f"supported: {ELSEWHERE}"
@@ -179,6 +208,12 @@ def wrong_pools(kvc: Any, args: Any) -> list[str]:
             "because they have not been tested: pass --disable-hybrid-swa-memory"
         )
     return found
+
+
+def heads_may_differ(kvc: Any) -> bool:
+    """Whether layers with sliding windows may have other heads than the others; kvc as in
+    wrong_model."""
+    return kvc.model_config.hf_config.architectures[0] in OWN_HEADS
 
 
 def wrong_layer_presets(presets: Mapping[int, str], layers: Sequence[int], total: int) -> list[str]:
@@ -206,8 +241,8 @@ def wrong_head(head_dim: int, v_head_dim: int) -> list[str]:
     return [wrong] if wrong else []
 
 
-def wrong_layer(layer: Any, head_dim: int, kv_heads: int) -> list[str]:
-    """What is wrong with a RadixAttention of a model whose pages have these heads."""
+def wrong_layer(layer: Any, kv_heads: int, head_dim: int) -> list[str]:
+    """What is wrong with a RadixAttention whose pages have these heads."""
     found = []
     kind = getattr(layer.attn_type, "value", layer.attn_type)
     if kind != "decoder" or layer.is_cross_attention:
@@ -238,9 +273,7 @@ def wrong_reader(layer: Any, source: Any | None) -> list[str]:
         return [f"a layer reads the keys of layer {number}, which has none: {ELSEWHERE}"]
     alike = ("sliding_window_size", "logit_cap")
     if any(getattr(layer, name) != getattr(source, name) for name in alike):
-        return [
-            f"a layer reads the keys of layer {number} with another window or cap: {ELSEWHERE}"
-        ]
+        return [f"a layer reads the keys of layer {number} with another window or cap: {ELSEWHERE}"]
     return []
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ RING_SHARE = 64
 MOST_REQUESTS = 4096  # what SGLang allows at most by itself
 
 
+class Heads(NamedTuple):
+    """Of the keys and values of a layer."""
+
+    number: int
+    """On this rank."""
+    channels: int
+
+
 class Plan:
     """The choices for the layers of one model on one rank.
 
@@ -45,6 +53,7 @@ class Plan:
         sliding_layers: those of them whose pages lie in a pool of their own, which SGLang gives the
             layers with sliding windows of some models; usually none.
         readers: how many layers without pages read those of a layer, by its number; usually none.
+        own_heads: the heads of every layer where they differ (Gemma 4); usually none.
         is_hybrid: whether other layers keep a state, in a pool of SGLang's.
 
     Raises:
@@ -53,11 +62,12 @@ class Plan:
 
     sliding_layers: Sequence[int] = ()
     readers: Mapping[int, int] = MappingProxyType({})
+    own_heads: Mapping[int, Heads] = MappingProxyType({})
 
     def __init__(self, kvc: Any) -> None:
         from sglang.srt.runtime_context import get_parallel
 
-        from torch_turboquant.integrations.sglang.layers import layers_with_keys, readers_of
+        from torch_turboquant.integrations.sglang import layers
 
         args, model = chosen(kvc.server_args), kvc.model_config
         limits.refuse(limits.wrong_arguments(args) + limits.wrong_model(kvc, args))
@@ -68,12 +78,14 @@ class Plan:
         self.head_dim: int = model.head_dim
         self.kv_heads: int = model.get_num_kv_heads(self.ranks)
         self.q_heads: int = model.num_attention_heads // self.ranks
-        self.readers = readers_of(kvc.model)
+        self.readers = layers.readers_of(kvc.model)
         self.own_layers, self.sliding_layers = attention_layers(kvc), sliding_layers(kvc)
+        stored = layers.heads_of(kvc.model)
         if self.readers:
-            stored = layers_with_keys(kvc.model)
             self.own_layers = [layer for layer in self.own_layers if layer in stored]
             self.sliding_layers = [layer for layer in self.sliding_layers if layer in stored]
+        if limits.heads_may_differ(kvc):
+            self.own_heads = stored
         self.is_hybrid: bool = kvc.mambaish_config is not None
         self.drafts: int = args.speculative_num_draft_tokens if args.speculative_algorithm else 0
         self.layers_of_drafts = draft_layers(kvc)
@@ -83,7 +95,11 @@ class Plan:
         total = int(model.num_hidden_layers)
         presets = dict(self.settings.layers)
         limits.refuse(limits.wrong_layer_presets(presets, self.own_layers, total))
-        self.configs = layer_configs(base, [0] * total, layer_presets=presets)
+        configs = layer_configs(base, [0] * total, layer_presets=presets)
+        self.configs = [
+            replace(config, head_dim=self.heads(layer).channels)
+            for layer, config in enumerate(configs)
+        ]
         self.sinks, self.window = base.sink_tokens, base.recent_window
         self.requested: int | None = args.max_running_requests
         self.max_requests = 0  # of config_from_budget
@@ -91,7 +107,7 @@ class Plan:
         given = self.settings.centers
         file: Path | None = None if given == NO_CENTERS else find_file(args.model_path, given)
         if file is not None:
-            self.constants = LayerConstants.of(file, model.hf_config, self.rank, self.ranks)
+            self.constants = LayerConstants.of(file, as_written(kvc), self.rank, self.ranks)
 
     @property
     def first_token(self) -> torch.dtype | None:
@@ -101,6 +117,10 @@ class Plan:
     def config(self, layer: int) -> CacheConfig:
         """The configuration of a layer of the model."""
         return self.configs[layer]
+
+    def heads(self, layer: int) -> Heads:
+        """The heads of a layer of the model."""
+        return self.own_heads.get(layer) or Heads(self.kv_heads, self.head_dim)
 
     @property
     def layers(self) -> int:
@@ -122,17 +142,17 @@ class Plan:
 
     def bytes_of(self, layers: Sequence[int]) -> int:
         """Bytes of a token in the pages of these layers of this rank."""
-        return self.kv_heads * sum(map(self.token_bytes, layers))
+        return sum(self.heads(layer).number * self.token_bytes(layer) for layer in layers)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token in the pages of all layers of this rank."""
         return self.bytes_of(self.own_layers)
 
-    @property
-    def plain_bytes_per_layer(self) -> int:
-        """Bytes of a token and layer in the model's dtype, on this rank."""
-        return 2 * self.head_dim * self.kv_heads * self.dtype.itemsize
+    def plain_bytes(self, layer: int) -> int:
+        """Bytes of a token of a layer in the model's dtype, on this rank."""
+        heads = self.heads(layer)
+        return 2 * heads.channels * heads.number * self.dtype.itemsize
 
     @property
     def cell_size(self) -> int:
@@ -142,7 +162,8 @@ class Plan:
         the size of the model's own layers, from which it would count too few bytes.
         """
         own, drafts = self.bytes_per_token, self.layers_of_drafts
-        all_layers, asked = own + drafts * self.plain_bytes_per_layer, self.asked(self.own_layers)
+        all_layers = own + drafts * 2 * self.head_dim * self.kv_heads * self.dtype.itemsize
+        asked = self.asked(self.own_layers)
         return math.ceil(all_layers * asked / (asked + drafts))
 
     @property
@@ -150,8 +171,8 @@ class Plan:
         """Bytes of a request's exact tail in all layers of this rank."""
         if not self.window:
             return 0
-        rows = sum(tail_rows(self.configs[layer], self.drafts or 1) for layer in self.own_layers)
-        return rows * self.kv_heads * 2 * self.head_dim * self.dtype.itemsize
+        rows = tail_rows(self.configs[self.own_layers[0]], self.drafts or 1)
+        return rows * sum(map(self.plain_bytes, self.own_layers))
 
     @property
     def ring(self) -> int:
@@ -160,7 +181,8 @@ class Plan:
 
     def ring_shape(self, layer: int, requests: int) -> tuple[int, ...]:
         """Of a layer's exact tail, with an entry in front that no request owns."""
-        return tail_shape(self.configs[layer], requests + 1, self.kv_heads, self.drafts or 1)
+        heads = self.heads(layer).number
+        return tail_shape(self.configs[layer], requests + 1, heads, self.drafts or 1)
 
     def reserve(self, budget: int) -> int:
         """Decides for how many requests there are rings, and returns the bytes that these take.
@@ -190,7 +212,7 @@ class Plan:
         """The constants of a layer, on the device, whose addresses stay."""
         center: Tensor | None = None
         if self.constants is not None:
-            center = self.constants.center(layer, self.kv_heads, self.head_dim)
+            center = self.constants.center(layer, *self.heads(layer))
         return make_tables(self.configs[layer], layer, self.device, center)
 
     def check_biased_keys(self, layer: int) -> None:
@@ -212,7 +234,7 @@ class Plan:
             sliding_tokens: that the pages of sliding layers have room for, where these are in a
                 pool of their own.
         """
-        plain = self.plain_bytes_per_layer * self.layers
+        plain = sum(map(self.plain_bytes, self.own_layers))
         centers = "none" if self.constants is None else self.constants.describe()
         each = self.bytes_per_request
         tails = sliding = shared = ""
@@ -254,6 +276,21 @@ def sliding_layers(kvc: Any) -> Sequence[int]:
         return ()
     names = "swa_attention_layer_ids"  # newer versions keep them for each rank
     return tuple(getattr(kvc.layer_info, names, None) or getattr(kvc.model_config, names))
+
+
+def as_written(kvc: Any) -> Any:
+    """The configuration of a model as transformers reads it.
+
+    SGLang changes that of Gemma 4: what it calls the heads of all layers are those of layers with
+    full attention, and what files name otherwise is gone.
+    """
+    if not limits.heads_may_differ(kvc):
+        return kvc.model_config.hf_config
+    from transformers import AutoConfig
+
+    args = chosen(kvc.server_args)
+    options = {"revision": args.revision, "trust_remote_code": args.trust_remote_code}
+    return AutoConfig.from_pretrained(args.model_path, **options)
 
 
 def draft_layers(kvc: Any) -> int:

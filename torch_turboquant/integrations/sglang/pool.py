@@ -13,7 +13,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import KVCache
 from torch import Tensor
 
-from torch_turboquant.integrations.sglang.plan import Plan
+from torch_turboquant.integrations.sglang.plan import Heads, Plan
 
 SLIDING = "SWA"  # what SGLang calls the pool of layers with sliding windows
 
@@ -57,12 +57,16 @@ class TurboQuantKVPool(KVCache):
         enable_kv_cache_copy: bool = False,
         post_capture_active: bool = False,
         quant_method: Any = None,
+        swa_head_num: int | None = None,
+        swa_head_dim: int | None = None,
+        swa_v_head_dim: int | None = None,
         *,
         allocation_label: str | None = None,
         plan: Plan,
     ) -> None:
         """Allocates what KVCacheConfigurator._build_mha_kv_pool asks for, HybridLinearKVPool, or
-        SWAKVPool, which names its two pools by their label.
+        SWAKVPool, which names its two pools by their label. That of sliding layers gets the heads
+        of both.
 
         Raises:
             ValueError: that is not what the plan was made from.
@@ -79,20 +83,23 @@ class TurboQuantKVPool(KVCache):
         )
         sliding = allocation_label == SLIDING
         self.layers = plan.sliding_layers if sliding else plan.full_layers
-        asked = (page_size, head_num, head_dim, layer_num, start_layer or 0)
-        layers = plan.asked(self.layers)
-        expected = (plan.page_size, plan.kv_heads, plan.head_dim, layers, 0)
+        heads = Heads(head_num, head_dim)
+        if sliding:
+            heads = Heads(swa_head_num or head_num, swa_head_dim or head_dim)
+        asked = (page_size, *heads, layer_num, start_layer or 0)
+        own = plan.heads(self.layers[0]) if sliding else Heads(plan.kv_heads, plan.head_dim)
+        expected = (plan.page_size, *own, plan.asked(self.layers), 0)
         if asked != expected or post_capture_active or quant_method is not None:
             raise ValueError(
                 "torch_turboquant: SGLang asks for a cache of page size, heads, channels, layers "
                 f"and first layer {asked}, expected {expected}"
             )
-        self.plan, self.head_num, self.head_dim = plan, head_num, head_dim
+        self.plan, (self.head_num, self.head_dim) = plan, heads
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             self.pages = [
                 torch.zeros(
                     size // page_size + 1,
-                    head_num,
+                    plan.heads(layer).number,
                     page_size,
                     plan.token_bytes(layer),
                     dtype=torch.uint8,
