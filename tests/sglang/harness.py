@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from tests.vllm.harness import prompt, randomise, save
@@ -358,3 +359,22 @@ def check_prefixes(reference: Any, started: AbstractContextManager[Loop], tokens
         replay(reference, p, answer, source.calls)
     assert cold.cached == 0
     replay(reference, others[0], cold)
+
+
+def check_retraction(reference: Any, started: AbstractContextManager[Loop]) -> None:
+    """What a retracted request had generated is computed again as a prompt.
+
+    Args:
+        reference: of the engine's model and settings.
+        started: an engine that has not been entered.
+    """
+    prompts = [prompt(40, seed=seed) for seed in range(4)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT", True)
+        patch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT_INTERVAL", 20)
+        with started as loop:
+            answers = loop.generate(prompts, 50)
+    assert sum(answer.retractions for answer in answers) > 1
+    for p, answer in zip(prompts, answers, strict=True):
+        assert len(answer.tokens) == 50, answer.reason
+        replay(reference, p, answer)

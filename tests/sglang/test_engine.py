@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 
-from tests.sglang.harness import ON_GPU, check_prefixes, engine, replay
+from tests.sglang.harness import ON_GPU, check_prefixes, check_retraction, engine, replay
 from tests.vllm.harness import prompt, save_llama
 from tests.vllm.reference import Reference
 
@@ -177,19 +177,12 @@ def test_prefixes_are_not_searched_for(model):
                 replay(reference, p, answer)
 
 
-def test_retracted_requests_go_on(model, monkeypatch):
+def test_retracted_requests_go_on(model):
     """What was generated before is computed again as a prompt."""
     folder, llama = model
     reference = Reference(llama, PRESET, window=WINDOW)
-    prompts = [prompt(40, seed=seed) for seed in range(4)]
-    monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT", True)
-    monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT_INTERVAL", 20)
-    with engine(folder, {"preset": PRESET, "window": WINDOW}) as loop:
-        answers = loop.generate(prompts, 50)
-    assert sum(answer.retractions for answer in answers) > 1
-    for p, answer in zip(prompts, answers, strict=True):
-        assert len(answer.tokens) == 50, answer.reason
-        replay(reference, p, answer)
+    started = engine(folder, {"preset": PRESET, "window": WINDOW})
+    check_retraction(reference, started)
 
 
 def test_aborted_requests_leave_others_alone(model):

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.utils.hf_transformers import config as config_parser
 
 from tests.sglang import test_graphs, test_prompts
-from tests.sglang.harness import ON_GPU, check_prefixes, engine, replay, told
+from tests.sglang.harness import ON_GPU, check_prefixes, check_retraction, engine, replay, told
 from tests.vllm import reference as references
 from tests.vllm.harness import prompt, randomise, save
 from tests.vllm.reference import Reference
@@ -188,18 +188,11 @@ def test_the_first_token_from_its_codes(model):
         replay(reference, p, answer)
 
 
-def test_retracted_requests_go_on(model, monkeypatch):
+def test_retracted_requests_go_on(model):
     folder, gemma = model
     reference = Reference(gemma, PRESET, window=16)
-    prompts = [prompt(40, seed=seed) for seed in range(4)]
-    monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT", True)
-    monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT_INTERVAL", 20)
-    with engine(folder, {"preset": PRESET, "window": 16}, dtype=DTYPE) as loop:
-        answers = loop.generate(prompts, 50)
-    assert sum(answer.retractions for answer in answers) > 1
-    for p, answer in zip(prompts, answers, strict=True):
-        assert len(answer.tokens) == 50, answer.reason
-        replay(reference, p, answer)
+    started = engine(folder, {"preset": PRESET, "window": 16}, dtype=DTYPE)
+    check_retraction(reference, started)
 
 
 @pytest.mark.parametrize(("window", "chain"), [(0, 4), (24, 9)])

@@ -14,7 +14,7 @@ pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 import transformers
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
-from tests.sglang.harness import ON_GPU, check_prefixes, engine, replay, told
+from tests.sglang.harness import ON_GPU, check_prefixes, check_retraction, engine, replay, told
 from tests.vllm.harness import prompt, randomise, save
 from tests.vllm.reference import Reference
 
@@ -199,18 +199,11 @@ def test_more_requests_than_the_pool_has_room_for(model):
         replay(reference, p, answer)
 
 
-def test_retracted_requests_go_on(model, monkeypatch):
+def test_retracted_requests_go_on(model):
     folder, mellum = model
     reference = Reference(mellum, PRESET, window=16)
-    prompts = [prompt(40, seed=seed) for seed in range(4)]
-    monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT", True)
-    monkeypatch.setattr("sglang.srt.managers.scheduler.TEST_RETRACT_INTERVAL", 20)
-    with engine(folder, {"preset": PRESET, "window": 16}, dtype=DTYPE) as loop:
-        answers = loop.generate(prompts, 50)
-    assert sum(answer.retractions for answer in answers) > 1
-    for p, answer in zip(prompts, answers, strict=True):
-        assert len(answer.tokens) == 50, answer.reason
-        replay(reference, p, answer)
+    started = engine(folder, {"preset": PRESET, "window": 16}, dtype=DTYPE)
+    check_retraction(reference, started)
 
 
 def test_one_pool_gives_the_same_answers(model):
