@@ -6,8 +6,9 @@ the page size and the exact tail, since the bookkeeping of a sequence is the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from torch_turboquant._checks import check_count, check_whole
 from torch_turboquant.config import CacheConfig, find_preset
@@ -15,6 +16,7 @@ from torch_turboquant.config import CacheConfig, find_preset
 SHARED_FIELDS = ("head_dim", "page_size", "sink_tokens", "recent_window")
 
 LayerChoice = str | CacheConfig | None
+Choice = TypeVar("Choice")
 
 
 def layer_configs(
@@ -89,12 +91,26 @@ def choices_by_layer(
         if len(given) != count:
             raise ValueError(f"layer_presets has {len(given)} entries, the model {count} layers")
         given = dict(enumerate(given))
-    choices = {}
-    for layer, choice in given.items():
-        check_whole(**{"a layer of layer_presets": layer})
+    return by_number(given.items(), count, "layer_presets")
+
+
+def by_number(given: Iterable[tuple[int, Choice]], count: int, setting: str) -> dict[int, Choice]:
+    """Layers and what is chosen for them, by the numbers 0 .. count - 1.
+
+    Args:
+        given: layers, negative ones counted from the end, and what is chosen for each.
+        count: layers of the model.
+        setting: what errors call `given`.
+
+    Raises:
+        ValueError: a layer that the model does not have, or that is named twice.
+    """
+    choices: dict[int, Choice] = {}
+    for layer, choice in given:
+        check_whole(**{f"a layer of {setting}": layer})
         if not -count <= layer < count:
-            raise ValueError(f"layer_presets names layer {layer}, the model has {count} layers")
+            raise ValueError(f"{setting} names layer {layer}, the model has {count} layers")
         if layer % count in choices:
-            raise ValueError(f"layer_presets names layer {layer % count} twice")
+            raise ValueError(f"{setting} names layer {layer % count} twice")
         choices[layer % count] = choice
     return choices

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_turboquant.config import CacheConfig, did_you_mean, find_preset
 from torch_turboquant.config import preset as make_config
-from torch_turboquant.layer_choice import layer_configs
+from torch_turboquant.layer_choice import by_number, layer_configs
 
 KEY = "turboquant"
 FIRST_TOKEN = ("exact", "codes")
@@ -71,16 +71,7 @@ class EngineSettings:
         Raises:
             ValueError: as in layer_config.
         """
-        found: dict[int, str] = {}
-        for layer, name in self.layers:
-            if not -layers <= layer < layers:
-                raise ValueError(
-                    f'turboquant: "layers" names layer {layer}, the model has {layers} layers'
-                )
-            if layer % layers in found:
-                raise ValueError(f'turboquant: "layers" names layer {layer % layers} twice')
-            found[layer % layers] = name
-        return found
+        return by_number(self.layers, layers, 'turboquant: "layers"')
 
     def _check_preset(self, name: str) -> None:
         """Raises ValueError for a name that is no preset."""
