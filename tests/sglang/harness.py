@@ -20,6 +20,9 @@ from tests.vllm.harness import prompt, randomise, save
 
 TOKENS = 4096  # of the cache
 ON_GPU = torch.cuda.is_available()
+# A model in 16 bits, as GPUs compute, finds other codes of 2 and 3 bits than one in 32 bits: that
+# moves logits by up to 0.7 of their deviation, with the reference on both sides.
+in_32_bits = pytest.mark.skipif(ON_GPU, reason="codes of few bits, which 16-bit models move")
 
 
 class Call(NamedTuple):

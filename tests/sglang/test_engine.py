@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 
-from tests.sglang.harness import ON_GPU, check_prefixes, check_retraction, engine, replay
+from tests.sglang.harness import check_prefixes, check_retraction, engine, in_32_bits, replay
 from tests.vllm.harness import prompt, save_llama
 from tests.vllm.reference import Reference
 
@@ -12,10 +12,6 @@ TOKENS = 12
 WINDOW = 24
 PRESET = "k5v4u"
 PROMPTS = [prompt(n, seed=n) for n in (5, 40, 33, 90)]
-
-# A model in 16 bits, as GPUs compute, finds other codes of 2 and 3 bits than one in 32 bits: that
-# moves logits by up to 0.7 of their deviation, with the reference on both sides.
-in_32_bits = pytest.mark.skipif(ON_GPU, reason="codes of few bits, which 16-bit models move")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 
 from tests.oracle import flash_attention
-from tests.sglang.harness import ON_GPU, engine, replay, save_gemma
+from tests.sglang.harness import ON_GPU, engine, in_32_bits, replay, save_gemma
 from tests.vllm.harness import prompt, save_llama
 from tests.vllm.reference import Reference
 from torch_turboquant.integrations.engine import prompts as of_engines
@@ -20,8 +20,6 @@ TOKENS = 8
 WINDOW = 24
 LAYERS = 3
 LONG = 48
-
-in_32_bits = pytest.mark.skipif(ON_GPU, reason="codes of few bits, which 16-bit models move")
 
 
 @pytest.fixture

@@ -16,7 +16,15 @@ from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.utils.hf_transformers import config as config_parser
 
 from tests.sglang import test_graphs, test_prompts
-from tests.sglang.harness import ON_GPU, check_prefixes, check_retraction, engine, replay, told
+from tests.sglang.harness import (
+    ON_GPU,
+    check_prefixes,
+    check_retraction,
+    engine,
+    in_32_bits,
+    replay,
+    told,
+)
 from tests.vllm import reference as references
 from tests.vllm.harness import prompt, randomise, save
 from tests.vllm.reference import Reference
@@ -27,7 +35,7 @@ from torch_turboquant.integrations.sglang.backend import TurboQuantBackend
 flash = test_prompts.flash
 TOKENS = 12
 SEEN = 24  # tokens that a sliding layer sees
-PRESET, DTYPE = ("k8v8", "bfloat16") if ON_GPU else ("k5v4u", "float32")
+PRESET, DTYPE = ("k8v8", "float16") if ON_GPU else ("k5v4u", "float32")
 LAYERS = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"] * 2
 LAYERS.append("full_attention")
 # Newer versions of SGLang look for a field that transformers 5.12 does not have.
@@ -100,7 +108,7 @@ def test_prompts_of_a_batch(model, window):
         replay(reference, p, answer)
 
 
-@pytest.mark.skipif(ON_GPU, reason="codes of few bits, which 16-bit models move")
+@in_32_bits
 def test_the_reference_tells_readers_apart(model, monkeypatch):
     """Whose signs a reader takes makes a difference, and what it sees exactly as well."""
     folder, gemma = model
@@ -266,6 +274,7 @@ def test_steps_in_graphs(model, window):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+@in_32_bits
 def test_a_file_of_centers(model, tmp_path):
     """Readers take the center of the layer whose keys they read, and its preset."""
     folder, gemma = model
@@ -349,6 +358,7 @@ def test_two_pools(gemma_4, window):
     replay(reference, hit, later, answers[3].calls)
 
 
+@in_32_bits
 def test_a_model_for_pictures(gemma_4, tmp_path, monkeypatch):
     """Asked in words. Centers are of the heads that its own configuration names."""
     _, gemma = gemma_4
