@@ -54,13 +54,14 @@ class Loop:
     Attributes:
         scheduler: SGLang's.
         mixed: steps with decoding requests beside prompts.
-        graphs: steps that ran in a CUDA graph.
+        graphs: decode steps that ran in a CUDA graph.
+        prompt_graphs: the same of steps with prompts.
         accepted: of every step that checked drafts, the tokens of each request that it gave.
     """
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler, self.count = scheduler, 0
-        self.mixed = self.graphs = 0
+        self.mixed = self.graphs = self.prompt_graphs = 0
         self.accepted: list[int] = []
         self.calls: dict[str, list[Call]] = {}
         self.rows: dict[str, tuple[int, int]] = {}
@@ -99,10 +100,12 @@ class Loop:
         scheduler.running_batch = plan.running_batch
         batch = plan.batch_to_run
         if batch:
-            calls = self._calls(batch)
+            calls, is_prompt = self._calls(batch), batch.forward_mode.is_extend()
             result = scheduler.run_batch(batch)
             self._note(batch, calls, result)
-            self.graphs += bool(getattr(result, "can_run_cuda_graph", False))
+            in_graph = bool(getattr(result, "can_run_cuda_graph", False))
+            self.graphs += in_graph and not is_prompt
+            self.prompt_graphs += in_graph and is_prompt
             scheduler.process_batch_result(batch, result)
         scheduler.last_batch = batch
         return bool(batch)
@@ -197,9 +200,9 @@ def arguments(
         "random_seed": 1,
         "log_level": "error",
     }
-    if ON_GPU:  # decode steps in CUDA graphs
+    if ON_GPU:  # decode steps and prompts in CUDA graphs, as SGLang has them by default
         defaults |= {"device": "cuda", "dtype": "float16", "disable_cuda_graph": False}
-        defaults |= {"cuda_graph_max_bs_decode": 8, "disable_prefill_cuda_graph": True}
+        defaults |= {"cuda_graph_max_bs_decode": 8}
         defaults |= {"sampling_backend": "pytorch"}
     if settings is not None:
         defaults["json_model_override_args"] = json.dumps({"turboquant": settings})

@@ -7,7 +7,7 @@ pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 
 import transformers
 
-from tests.sglang.harness import ON_GPU, SHAPE, engine, replay, save_gemma, told
+from tests.sglang.harness import ON_GPU, SHAPE, engine, in_32_bits, replay, save_gemma, told
 from tests.vllm.harness import prompt, randomise, save, save_llama
 from tests.vllm.reference import Reference
 from torch_turboquant import centers as files
@@ -61,6 +61,7 @@ def test_biased_keys_need_centers(biased):
         replay(reference, PROMPTS[1], answer)
 
 
+@in_32_bits
 def test_a_file_of_centers(biased, tmp_path):
     folder, qwen = biased
     generator = torch.Generator().manual_seed(5)
@@ -119,6 +120,7 @@ def test_a_model_that_runs_with_gradients(gpt2):
         replay(reference, p, answer)
 
 
+@in_32_bits
 def test_a_model_of_transformers(tmp_path):
     """SGLang calls the attention of its layers by number, and learns its scale in a call."""
     shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
