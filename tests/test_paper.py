@@ -455,6 +455,8 @@ def test_unsupported_calls():
             cache.append(torch.zeros(2, 2, 5, 64), torch.zeros(shape))
     with pytest.raises(ValueError, match="one shape"):
         cache.append(torch.zeros(2, 2, 5, 64), torch.zeros(2, 2, 4, 64))
+    with pytest.raises(TypeError, match="float64"):
+        cache.append(*(x.double() for x in random_tokens(5, 64)))
 
     cache.append(*random_tokens(70, 64))
     with pytest.raises(RuntimeError, match="holds 70 tokens"):
@@ -472,5 +474,36 @@ def test_unsupported_calls():
 
 def test_gradients_are_refused():
     keys, values = random_tokens(70, 64)
-    with pytest.raises(RuntimeError, match="takes no gradient"):
-        TurboQuantKVCache(64).append(keys.requires_grad_(), values)
+    keys.requires_grad_()
+    cache = TurboQuantKVCache(64)
+    for tokens in (70, 10):  # some leave the buffer, or none
+        with pytest.raises(RuntimeError, match="takes no gradient"):
+            cache.append(keys[:, :, :tokens], values[:, :, :tokens])
+    with torch.no_grad():
+        cache.append(keys, values)
+    assert len(cache) == 70
+
+
+def test_appends_that_fail_leave_nothing(monkeypatch):
+    """Memory that runs out at the last copy."""
+    cache = TurboQuantKVCache(64, buffer_size=16)
+    cache.append(*random_tokens(16, 64))
+    before = cache.attention_scores(torch.ones(2, 2, 1, 64))
+
+    def no_memory(*args, **options):
+        raise torch.OutOfMemoryError("none is left")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(torch.Tensor, "clone", no_memory)
+        cache.append(*random_tokens(16, 64))
+    assert len(cache) == 16
+    assert torch.equal(cache.attention_scores(torch.ones(2, 2, 1, 64)), before)
+
+
+def test_tokens_in_any_order_of_memory():
+    keys, values = random_tokens(70, 64)
+    one, other = TurboQuantKVCache(64), TurboQuantKVCache(64)
+    one.append(keys, values)
+    other.append(*(x.transpose(2, 3).contiguous().transpose(2, 3) for x in (keys, values)))
+    query = torch.ones(2, 2, 1, 64)
+    assert torch.equal(one.attention_scores(query), other.attention_scores(query))

@@ -208,6 +208,12 @@ def test_state_and_copies(device):
     assert_same_bytes(torch.load(file, weights_only=False)(x), want)
 
 
+def test_a_layer_takes_the_place_of_a_linear(device):
+    """Callers may name the argument, as nn.Linear does."""
+    layer, x = packed(n=70, k=192).to(device), randn(3, 192, seed=4).to(device)
+    assert_same_bytes(layer(input=x), layer(x))
+
+
 def test_layers_share_constants(device, monkeypatch):
     """A layer finds or makes them, also in a process that has none yet, and in a trace."""
     a, b, other = (packed(n=n, k=k).to(device) for n, k in ((70, 192), (33, 192), (33, 256)))

@@ -212,7 +212,7 @@ class Eviction:
         scores = keys.new_full(keys.shape[:3], -torch.inf, dtype=torch.float32)
         for length in sorted(set(lengths) - {0}):
             rows = torch.tensor([i for i, n in enumerate(lengths) if n == length])
-            rows = rows.to(keys.device)
+            rows = rows.to(keys.device, non_blocking=True)
             parts = (x[:, :, -length:].index_select(0, rows) for x in (queries, keys, values))
             scores[rows, :, tokens - length :] = self._scores(*parts)
         return scores
@@ -243,7 +243,9 @@ class Eviction:
         columns = torch.zeros(batch, heads, kept, dtype=torch.int64, device=scores.device)
         for length in sorted(set(lengths) - {0}):
             rows = [i for i, n in enumerate(lengths) if n == length]
-            which = slice(None) if len(rows) == batch else torch.tensor(rows).to(scores.device)
+            which: slice | Tensor = slice(None)
+            if len(rows) < batch:
+                which = torch.tensor(rows).to(scores.device, non_blocking=True)
             count, pad = self.count(length), tokens - length
             columns[which, :, kept - count :] = pad + self._chosen(scores[which, :, pad:], count)
         return columns

@@ -39,6 +39,7 @@ from torch_turboquant.format import LatentRecord
 from torch_turboquant.ops.codec import Channels, scaled_center
 from torch_turboquant.ops.hadamard import hadamard
 from torch_turboquant.signs import SignKind, random_signs
+from torch_turboquant.tables import own_center
 from torch_turboquant.tail import check_new_tail, tail_rows
 
 ROPE_DTYPES = (torch.bfloat16, torch.float16)
@@ -211,8 +212,8 @@ def make_latent_tables(
             [3, latent_dim] of codec.scaled_center.
 
     Raises:
-        ValueError: a center of another shape, scales that are not positive and finite, or a grid
-            that the bits do not have.
+        ValueError: a center of another shape or with NaN or infinity, scales that are not positive
+            and finite, or a grid that the bits do not have.
     """
     d = config.latent_dim
     book = Codebook.make(d, config.bits, str(config.grid))
@@ -255,7 +256,7 @@ def _make_center(center: Tensor, latent_dim: int, device: torch.device | str) ->
         )
     if center.dim() == 2:
         center = scaled_center(center[0], center[1])
-    return center.detach().to(device, torch.float32).contiguous()
+    return own_center(center, device)
 
 
 # ---- memory

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_turboquant import _checks
 from torch_turboquant.codebook import Codebook
 from torch_turboquant.ops.codec import decode, encode
 from torch_turboquant.ops.group import GROUP_BITS, GROUPS, group_decode, group_encode
@@ -314,10 +315,13 @@ class TurboQuantKVCache:
 
         Args:
             keys, values: [batch, heads, tokens, head_dim], float32, float16 or bfloat16; batch,
-                heads and dtype as in the first call.
+                heads and dtype as in the first call. Gradients do not flow through codes: in grad
+                mode pass detached ones.
 
         Raises:
-            ValueError: another shape, dtype or device.
+            TypeError: another dtype.
+            ValueError: another shape or device, or another dtype than in the first call.
+            RuntimeError: keys or values are differentiated.
         """
         self._check_tokens(keys, values)
         if self._exact is not None:
@@ -326,17 +330,18 @@ class TurboQuantKVCache:
                 for held, new in zip(self._exact, (keys, values), strict=True)
             )
         leaving = max(0, keys.shape[2] - self.buffer_size)
+        packed = self._packed
         if leaving:
             new = self._pack(keys[:, :, :leaving], values[:, :, :leaving])
-            old = self._packed
-            if old is not None:
-                new = _Packed(*(torch.cat(pair, dim=2) for pair in zip(old, new, strict=True)))
-            self._packed = new
+            if packed is not None:
+                new = _Packed(*(torch.cat(pair, dim=2) for pair in zip(packed, new, strict=True)))
+            packed = new
         # copies, so that the buffer does not keep a whole prompt alive
-        self._exact = (
+        exact = (
             keys[:, :, leaving:].clone(memory_format=torch.contiguous_format),
             values[:, :, leaving:].clone(memory_format=torch.contiguous_format),
         )
+        self._packed, self._exact = packed, exact  # both, or neither where memory runs out
 
     def attention_scores(self, query: Tensor, scale: float | None = None) -> Tensor:
         """Attention logits of queries against every token held; masking is the caller's.
@@ -414,6 +419,7 @@ class TurboQuantKVCache:
         return 0 if self._packed is None else self._packed.key_codes.shape[2]
 
     def _pack(self, keys: Tensor, values: Tensor) -> _Packed:
+        keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
         return _Packed(
             *self.key_quantizer.quantize(keys),
             *group_encode(values, self.group_size, self.value_bits),
@@ -425,6 +431,12 @@ class TurboQuantKVCache:
                 raise ValueError(
                     f"{name} must have shape [batch, heads, tokens, {self.head_dim}], "
                     f"got {list(x.shape)}"
+                )
+            _checks.check_dtype(name, x, _checks.FLOATS)
+            if x.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    "TurboQuantKVCache takes no gradient: call it under torch.no_grad() or detach "
+                    "its inputs"
                 )
         if keys.shape != values.shape:
             raise ValueError(

@@ -50,8 +50,8 @@ def make_tables(
             or [3, kv_heads, head_dim] of codec.scaled_center.
 
     Raises:
-        ValueError: a center of another shape, scales that are not positive and finite, or codebooks
-            that the config's grids do not have.
+        ValueError: a center of another shape or with NaN or infinity, scales that are not positive
+            and finite, or codebooks that the config's grids do not have.
     """
     _checks.check_whole(layer=layer)
     d = config.head_dim
@@ -77,4 +77,16 @@ def make_center(center: Tensor, head_dim: int, device: torch.device | str = "cpu
         )
     if center.dim() == 3:
         center = scaled_center(center[0], center[1])
-    return center.detach().to(device, torch.float32).contiguous()
+    return own_center(center, device)
+
+
+def own_center(center: Tensor, device: torch.device | str) -> Tensor:
+    """A center in memory of its own: tokens are stored with it for as long as their pages live, so
+    what a caller does to the tensor that was given must not reach it.
+
+    Raises:
+        ValueError: NaN or infinity, which would reach every logit.
+    """
+    if not torch.isfinite(center).all():
+        raise ValueError("center holds NaN or infinity")
+    return center.detach().to(device, torch.float32, copy=True).contiguous()

@@ -419,8 +419,9 @@ class PackedLinear(nn.Module):
             self.place_constants()
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features], of x's dtype; see linear_packed.
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features], of the input's dtype; see linear_packed, whose
+        x it is.
 
         Raises:
             TypeError: x has another dtype than float32, float16 or bfloat16.
@@ -430,7 +431,7 @@ class PackedLinear(nn.Module):
         # A step calls this for every layer, and without a graph the host is what it waits for. So
         # nothing is asked first that the op asks again, and parameters are taken from their
         # dictionary, which self.weight would find after searching in others.
-        own = self._parameters
+        own, x = self._parameters, input
         try:
             kind = self._kind
             if torch.compiler.is_dynamo_compiling():  # a trace cannot take the way through _mended

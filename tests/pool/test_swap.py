@@ -24,6 +24,7 @@ from tests.pool.harness import (
     state,
     step,
 )
+from torch_turboquant.pool import transfer
 
 WAYS = ["memory", "file"]
 
@@ -195,9 +196,17 @@ def test_another_pool_takes_it_without_sharing():
 def test_a_file_that_another_sequence_was_written_to():
     pool = make_pool()
     swapped = [out(pool, seq, "file") for seq in filled(pool, 20, 37)]
-    with pytest.raises(ValueError, match=r"another sequence than .*, one of 37 tokens and not 20"):
+    with pytest.raises(ValueError, match=r"another sequence than .*, one of 37 tokens: give each"):
         pool.swap_in(swapped[0])
     assert pool.swap_in(swapped[1]).length == 37
+
+
+def test_a_file_that_another_sequence_of_the_same_length_was_written_to():
+    pool = make_pool()
+    swapped = [out(pool, seq, "file") for seq in filled(pool, 20, 20)]
+    with pytest.raises(ValueError, match="another sequence than was swapped out to it"):
+        pool.swap_in(swapped[0])
+    check_contents(pool, pool.swap_in(swapped[1]), list(range(20, 40)))
 
 
 def test_no_page_is_free():
@@ -239,16 +248,16 @@ def test_a_sequence_that_changes_while_it_is_written(change, monkeypatch):
     pytest.importorskip("safetensors")
     pool = make_pool()
     seq = filled(pool, 20)[0]
-    real = tt.ExportedSequence.save
+    real = transfer._write
 
-    def meanwhile(exported, path):
-        real(exported, path)
+    def meanwhile(*arguments):
+        real(*arguments)
         if change != "append":
             pool.truncate(seq, 19)
         if change != "truncate":
             append(pool, [seq], [[300]])
 
-    monkeypatch.setattr(tt.ExportedSequence, "save", meanwhile)
+    monkeypatch.setattr(transfer, "_write", meanwhile)
     with pytest.raises(RuntimeError, match="changed while it was written to sequence: let no oth"):
         pool.swap_out(seq, "sequence")
     changed = {"append": [*range(20), 300], "truncate": [*range(19)], "replace": [*range(19), 300]}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -247,6 +248,40 @@ def test_selecting_sequences(method):
         feed(model, cache, ids[rows, :60], 50, 10)
         expected = feed(model, cache, ids[rows, 60:], 1, 20)
     assert_close(actual, expected)
+
+
+def test_selecting_copies_what_is_in_use():
+    """Beam search selects in every step, and memory may be there for a much longer context."""
+    model, ids = make_model(), make_ids(40, 2)
+
+    class Copies(TorchDispatchMode):
+        nbytes = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.index_select.default:
+                self.nbytes += result.nbytes
+            return result
+
+    for form in ({}, {"static": True}):
+        options = {"max_batch_size": 2, "max_cache_len": 8192, "recent_window": 0, **form}
+        with TurboQuantCache.for_model(model, "k8v8", **options) as cache:
+            feed(model, cache, ids, 40)
+            with Copies() as copies:
+                cache.reorder_cache(torch.tensor([1, 0]))
+            pages = sum(layer.pages.nbytes for layer in cache.layers)
+            assert 0 < copies.nbytes < pages / 32
+    with TurboQuantCache.for_model(model, max_batch_size=2) as cache:
+        with pytest.raises(ValueError, match="holds no sequences yet"):
+            cache.reorder_cache(torch.tensor([0, 0]))
+
+
+def test_calls_without_tokens():
+    """The model says what is missing, as without a cache."""
+    model = make_model()
+    with TurboQuantCache.for_model(model) as cache:
+        with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+            model(past_key_values=cache)
 
 
 def test_options_are_those_of_the_call():

@@ -22,6 +22,7 @@ from tests.transformers.harness import (
     make_model,
     recorded,
 )
+from tests.transformers.latents import make_latent_model
 from torch_turboquant import CacheConfig, make_tables, preset
 from torch_turboquant.integrations.transformers import (
     CENTER_TOKENS,
@@ -213,6 +214,47 @@ def test_reset_forgets_a_learned_center():
         assert not torch.equal(cache.centers[0], before)
         cache.reset()
         assert_close(feed(model, cache, ids, 80, 1), first, 1e-6)
+
+
+def test_centers_are_the_caches_own():
+    """What a caller does to the tensors afterwards changes neither codes nor files."""
+    model, ids = make_model(), make_ids(60)
+    given = calibrated(model)
+    with TurboQuantCache.for_model(model, "k4v4", center=given) as cache:
+        kept = [center.clone() for center in given]
+        for center in given:
+            center.add_(5)
+        feed(model, cache, ids, 50)
+        for mine, theirs, center in zip(cache.centers, kept, cache.center, strict=True):
+            assert torch.equal(mine, theirs) and torch.equal(center, theirs)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_centers_that_are_not_finite(number):
+    model = make_model()
+    center = [torch.full((2, 32), number)] * 3
+    with pytest.raises(ValueError, match="center holds NaN or infinity"):
+        TurboQuantCache.for_model(model, center=center)
+
+
+def test_calibration_of_what_has_no_centers():
+    with pytest.raises(ValueError, match="YoutuForCausalLM has latent attention, and centers are"):
+        TurboQuantCache.calibrate(make_latent_model("youtu"), make_ids(90))
+    model = make_model()
+    for options in ({"skip": -1}, {"chunk": 0}):
+        with pytest.raises(ValueError, match="supported"):
+            TurboQuantCache.calibrate(model, make_ids(90), **options)
+
+
+def test_calibration_reads_without_dropout():
+    model, ids = make_model(attention_dropout=0.5), make_ids(90)
+    expected = TurboQuantCache.calibrate(model, ids)
+    model.train()
+    model.model.layers[1].eval()
+    for found, center in zip(TurboQuantCache.calibrate(model, ids), expected, strict=True):
+        assert torch.equal(found, center)
+    modes = [layer.training for layer in model.model.layers]
+    assert modes == [True, False, True] and model.training
 
 
 def test_calibration_does_not_touch_the_model():

@@ -38,6 +38,20 @@ def through_a_file(cache, model, path="cache.pt"):
     return twin
 
 
+def test_a_model_that_was_saved_while_a_cache_was_attached():
+    """Another process reads it, which has heard of no cache."""
+    model, ids = make_model(), make_ids(20)
+    with TurboQuantCache.for_model(model):
+        torch.save(model, "model.pt")
+    torch.save(ids, "ids.pt")
+    code = (
+        "import torch; model = torch.load('model.pt', weights_only=False); "
+        "torch.save(model(torch.load('ids.pt')).logits, 'logits.pt')"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
+    assert torch.equal(torch.load("logits.pt"), model(ids).logits)
+
+
 def in_memory(cache, model):
     return copy.deepcopy(cache)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from torch_turboquant.pool.transfer import (
     adopt_sequence,
     copy_to_host,
     export_sequence,
+    write_swapped,
 )
 from torch_turboquant.tail import Rings
 
@@ -446,8 +446,8 @@ class PagedKVPool(PoolSequences):
             held = copy_to_host(self._memory, self._books, seq)
             if path is None:
                 self._books.remove(seq)
-                return SwappedSequence(held.length, None, held, places)
-        held.save(path)  # without the lock: others go on
+                return SwappedSequence(held.length, None, "", held, places)
+        swapped = write_swapped(held, path, places)  # without the lock: others go on
         with self._lock:
             self._books.check_idle(seq)
             if seq._length != held.length or not self._books.is_at(seq, places):
@@ -456,7 +456,7 @@ class PagedKVPool(PoolSequences):
                     "thread append to it or truncate it meanwhile"
                 )
             self._books.remove(seq)
-        return SwappedSequence(held.length, Path(path), None, places)
+        return swapped
 
     def swap_in(self, swapped: SwappedSequence) -> PoolSequence:
         """A new sequence with the tokens of one that was swapped out, byte for byte.

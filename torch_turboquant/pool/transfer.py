@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -73,15 +74,7 @@ class ExportedSequence:
         Raises:
             OSError: the file cannot be written.
         """
-        tensors = {
-            f"{part}.{layer}": tensor.cpu().contiguous()
-            for part in ("pages", "exact")
-            for layer, tensor in enumerate(getattr(self, part))
-        }
-        numbers = {"length": self.length, "ring_first": self.ring_first, "dropped": self.dropped}
-        numbers |= {"layers": len(self.pages), "exact_layers": len(self.exact)}
-        metadata = {"fingerprint": json.dumps(self.fingerprint), "sequence": json.dumps(numbers)}
-        return _files.write(path, tensors, FILE_FORMAT, metadata)
+        return _write(self, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> ExportedSequence:
@@ -91,25 +84,44 @@ class ExportedSequence:
             OSError: the file cannot be read.
             ValueError: it is no file of `save`, is cut short or has another format.
         """
-        with _files.opened(path, _KIND, FILE_FORMAT) as file:
-            metadata = file.metadata()
-            try:
-                fingerprint = json.loads(metadata["fingerprint"])
-                numbers = json.loads(metadata["sequence"])
-                counts = {"pages": numbers["layers"], "exact": numbers["exact_layers"]}
-                tensors = {
-                    part: tuple(file.get_tensor(f"{part}.{layer}") for layer in range(count))
-                    for part, count in counts.items()
-                }
-                length, first = int(numbers["length"]), int(numbers["ring_first"])
-                dropped = int(numbers["dropped"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise _files.damaged(path, _KIND, repr(error)) from error
-        return ExportedSequence(fingerprint, length, first, **tensors, dropped=dropped)
+        return _read(path)[0]
 
 
 FILE_FORMAT = "torch_turboquant sequence 1"
 _KIND = "a sequence"
+
+
+def _write(exported: ExportedSequence, path: str | os.PathLike[str], mark: str = "") -> int:
+    """The file of a sequence; `mark` tells it from other files."""
+    tensors = {
+        f"{part}.{layer}": tensor.cpu().contiguous()
+        for part in ("pages", "exact")
+        for layer, tensor in enumerate(getattr(exported, part))
+    }
+    numbers = {name: getattr(exported, name) for name in ("length", "ring_first", "dropped")}
+    numbers |= {"layers": len(exported.pages), "exact_layers": len(exported.exact)}
+    metadata = {"fingerprint": json.dumps(exported.fingerprint), "sequence": json.dumps(numbers)}
+    return _files.write(path, tensors, FILE_FORMAT, {**metadata, "mark": mark})
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[ExportedSequence, str]:
+    """The sequence of a file, and its mark."""
+    with _files.opened(path, _KIND, FILE_FORMAT) as file:
+        metadata = file.metadata()
+        try:
+            fingerprint = json.loads(metadata["fingerprint"])
+            numbers = json.loads(metadata["sequence"])
+            counts = {"pages": numbers["layers"], "exact": numbers["exact_layers"]}
+            tensors = {
+                part: tuple(file.get_tensor(f"{part}.{layer}") for layer in range(count))
+                for part, count in counts.items()
+            }
+            length, first = int(numbers["length"]), int(numbers["ring_first"])
+            dropped = int(numbers["dropped"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise _files.damaged(path, _KIND, repr(error)) from error
+    exported = ExportedSequence(fingerprint, length, first, **tensors, dropped=dropped)
+    return exported, metadata.get("mark", "")
 
 
 @dataclass(frozen=True)
@@ -123,6 +135,8 @@ class SwappedSequence:
     """Tokens."""
     path: Path | None
     """The file that holds it; None: the host's memory does."""
+    mark: str
+    """What the file says if nobody has written it again; "" without a file."""
     held: ExportedSequence | None
     """The sequence in the host's memory, pinned if the pool is on a GPU; None: the file has it."""
     places: Places
@@ -143,11 +157,11 @@ class SwappedSequence:
         if self.held is not None:
             return self.held
         assert self.path is not None
-        exported = ExportedSequence.load(self.path)
-        if exported.length != self.length:
+        exported, mark = _read(self.path)
+        if mark != self.mark:
             raise ValueError(
                 f"{self.path} holds another sequence than was swapped out to it, one of "
-                f"{exported.length} tokens and not {self.length}: give each a file of its own"
+                f"{exported.length} tokens: give each a file of its own"
             )
         return exported
 
@@ -204,6 +218,15 @@ def copy_to_host(memory: PoolMemory, books: Books, seq: PoolSequence) -> Exporte
     return _exported(memory, books, seq, layers)
 
 
+def write_swapped(
+    held: ExportedSequence, path: str | os.PathLike[str], places: Places
+) -> SwappedSequence:
+    """Moves what has been copied to the host's memory into a file."""
+    mark = uuid4().hex
+    _write(held, path, mark)
+    return SwappedSequence(held.length, Path(path), mark, None, places)
+
+
 def _on_host(tensor: Tensor) -> Tensor:
     """The tensor in the host's memory: pinned, and still being copied, if it is on a GPU."""
     if tensor.device.type != "cuda":
@@ -230,9 +253,10 @@ def adopt_sequence(
     numbers, missing = books.pages_again(length, places)
     chosen = memory.put(numbers[missing].astype(np.int64))
     for mine, part in zip(memory.pages, exported.pages, strict=True):
+        part = part.detach()
         if len(missing) < len(numbers):
-            part = part[torch.from_numpy(missing).to(part.device)]
-        mine.index_copy_(0, chosen, part.detach().to(memory.device, non_blocking=True))
+            part = _rows(part, torch.from_numpy(missing))
+        mine.index_copy_(0, chosen, part.to(memory.device, non_blocking=True))
     if memory.tails is not None:
         sinks, rows = min(length, rings.sinks), rings.rows(length, first)
         on = memory.put(rows)
@@ -241,6 +265,15 @@ def adopt_sequence(
             part = torch.cat([part[:, :sinks], recent], dim=1)
             tail[row].index_copy_(1, on, part.detach().to(memory.device, non_blocking=True))
     return books.add_filled(numbers, missing, length, exported.dropped, first)
+
+
+def _rows(part: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of a tensor, in pinned memory if the tensor is: so that nobody waits for a copy."""
+    if part.device.type != "cpu":
+        return part.index_select(0, rows.to(part.device))
+    shape = (len(rows), *part.shape[1:])
+    chosen = torch.empty(shape, dtype=part.dtype, device="cpu", pin_memory=part.is_pinned())
+    return torch.index_select(part, 0, rows, out=chosen)
 
 
 def _check_tensors(memory: PoolMemory, books: Books, exported: ExportedSequence) -> None:

@@ -137,8 +137,7 @@ class Implementation:
                     return found
             found = cls(config)
             found.users.add(user)
-            AttentionInterface.register(found.name, partial(_attention, found.previous))
-            AttentionMaskInterface.register(found.name, partial(_mask, found.previous))
+            _register(found.previous)
             _IMPLEMENTATIONS[id(config)] = found
             config._attn_implementation_internal = found.name
             return found
@@ -160,6 +159,14 @@ class Implementation:
 
 
 _IMPLEMENTATIONS: dict[int, Implementation] = {}  # by the id of the configuration
+
+
+def _register(previous: str) -> str:
+    """Makes ours, in the place of `previous`, known to transformers; returns its name."""
+    name = _PREFIX + previous
+    AttentionInterface.register(name, partial(_attention, previous))
+    AttentionMaskInterface.register(name, partial(_mask, previous))
+    return name
 
 
 def previous_implementation(config: Any) -> str:
@@ -255,7 +262,14 @@ class Binding:
             self.implementation.release(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return object.__new__, (Binding,)
+        return _binding_of_a_copy, (self.previous,)
+
+
+def _binding_of_a_copy(previous: str) -> Binding:
+    """What a copy of a model holds: bound to nothing. The copy's configuration names our attention,
+    which a process that reads the model from a file may not have heard of."""
+    _register(previous)
+    return object.__new__(Binding)
 
 
 def _remove(module: nn.Module | None, name: str, ours: Callable[[Any], bool]) -> bool:
@@ -358,6 +372,8 @@ class _Forward(_Replacement):
         cache = given_cache(call)
         if not isinstance(cache, Attachable):
             return self._plainly(args, kwargs)
+        if call.get("input_ids") is None and call.get("inputs_embeds") is None:
+            return self.own(*args, **kwargs)  # which says what is missing
         if cache is RUNNING.cache:  # the module around this one has begun the forward
             traced = cache.lifecycle.sequences.forward.traced
             return (self.own if traced else self.uncompiled or self.own)(*args, **kwargs)

@@ -132,7 +132,7 @@ class TurboQuantCache(Attachable, Cache):
                 boundary_layers=boundary_layers,
                 boundary_preset=boundary_preset,
             )
-        self.center = learned or known
+        self.center = learned or _own(known)
         self.sequences = Sequences(
             config,
             max_batch_size,
@@ -400,6 +400,9 @@ class TurboQuantCache(Attachable, Cache):
         rows = rows.cpu().long()
         chosen = rows.tolist()
         sequences = self.sequences
+        sequences.pull()
+        if not sequences.batch:
+            raise ValueError("the cache holds no sequences yet: there is nothing to choose from")
         if not 1 <= len(chosen) <= sequences.rows:
             raise ValueError(
                 f"{len(chosen)} sequences do not fit into max_batch_size={sequences.rows}"

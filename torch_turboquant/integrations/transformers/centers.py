@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from torch_turboquant import _checks
 from torch_turboquant import centers as files
 from torch_turboquant.centers import CENTER_TOKENS, SINKS
 from torch_turboquant.integrations.transformers.models import (
+    evaluating,
     head_dim_of,
+    latent_dims,
     layer_windows,
     model_layers,
     plain_layers,
@@ -64,6 +67,13 @@ def calibrate(
     scaled: bool = True,
 ) -> list[Tensor | None]:
     """See TurboQuantCache.calibrate."""
+    _checks.check_count(skip=skip)
+    _checks.check_positive(chunk=chunk)
+    if latent_dims(model):
+        raise ValueError(
+            f"{type(model).__name__} has latent attention, and centers are of keys that every KV "
+            "head keeps: this model has no use for them"
+        )
     if isinstance(inputs, Tensor):
         sequences = [inputs] if inputs.dim() == 1 else list(inputs)
     elif tokenizer is None:
@@ -89,7 +99,7 @@ def calibrate(
         found = torch.stack([keys.sum(1), keys.square().sum(1), energy]).cpu()
         sums[module.layer_idx] = sums.get(module.layer_idx, 0) + found
 
-    with recording(model, note):
+    with evaluating(model), recording(model, note):
         for ids in sequences:
             cache, seen = Cache(layers=plain_layers(model)), 0
             for part in ids.to(model.device).split(chunk):

@@ -433,15 +433,22 @@ class TurboQuantLayer(CacheLayerMixin):
         self.waiting = None
 
     def select_rows(self, rows: Tensor) -> None:
-        """Sequence i becomes the former sequence rows[i]: int64 [new batch] on the CPU."""
+        """Sequence i becomes the former sequence rows[i]: int64 [new batch] on the CPU.
+
+        Only pages with tokens are copied: beam search does this in every step, and a cache may have
+        memory for a context a hundred times as long.
+        """
         if self.waiting is not None:
             keys, values = self.waiting
             chosen = rows.to(keys.device)
             self.waiting = keys.index_select(0, chosen), values.index_select(0, chosen)
-        for tensor in (self.pages, self.ring):
-            if tensor is not None:
-                by_row = tensor.unflatten(0, (self.sequences.rows, -1))
-                by_row[: len(rows)] = by_row.index_select(0, rows.to(tensor.device))
+        if self.paged is None:
+            return
+        pages = self.pages.unflatten(0, (self.sequences.rows, -1))
+        used = self.sequences.pages_in_use(pages.shape[1], self.thinned)
+        for by_row in (pages[:, :used], self.ring):
+            if by_row is not None:
+                by_row[: len(rows)] = by_row.index_select(0, rows.to(by_row.device))
 
     def finish(self) -> None:
         """After a forward that was not traced: lets go of tokens that are in pages now."""

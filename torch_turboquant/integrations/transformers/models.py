@@ -322,6 +322,19 @@ def rotary_partners(model: nn.Module) -> Tensor:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and afterwards each in the mode that it had: dropout would
+    be taken for what a model does."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
 def recording(model: nn.Module, note: Callable[..., None]) -> Iterator[None]:
     """Calls note(module, query, key, value, options) before each call of the model's own attention.
 

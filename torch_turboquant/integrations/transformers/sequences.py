@@ -585,12 +585,12 @@ class Sequences:
                 "reset()"
             )
         mask = mask.bool()
-        pads = (mask.cumsum(1) == 0).sum(1)
-        if not torch.equal(mask.sum(1) + pads, torch.full_like(pads, total)):
+        in_front = (mask.cumsum(1) == 0).sum(1)
+        pads, tokens = torch.stack([in_front, mask.sum(1)]).tolist()  # waits for the device, once
+        if any(pad + n != total for pad, n in zip(pads, tokens, strict=True)):
             raise ValueError(
                 "only left padding is supported, but a row of attention_mask has a 0 after a 1"
             )
-        pads = pads.tolist()
         for row, (old, now) in enumerate(zip(self.pads, pads, strict=False)):
             if old != now and (old < self.columns or now < self.columns):
                 raise ValueError(

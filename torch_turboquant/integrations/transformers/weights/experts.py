@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_turboquant import _checks
+from torch_turboquant._autograd import named_error
 from torch_turboquant.format import WEIGHT_ROWS
 from torch_turboquant.ops.linear import weight_decode
 from torch_turboquant.weights import (
@@ -98,7 +99,10 @@ class PackedWeights:
         if x.stride(-1) != 1:
             x = x.contiguous()
         signs, levels, bits, sub = self.constants(x.device)
-        return _linear_experts(x, packed, experts, signs, levels, self.n, bits, sub, bias)
+        try:
+            return _linear_experts(x, packed, experts, signs, levels, self.n, bits, sub, bias)
+        except RuntimeError as error:
+            raise named_error(error) from None
 
     def decode(self, packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weights of some experts: [experts, n, k]."""

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from torch_turboquant.integrations.transformers.models import evaluating
+
 
 class Moments:
     """The moments of some layers, summed over forwards of the model.
@@ -101,14 +103,16 @@ def reads_tokens(model: nn.Module) -> bool:
 
 
 def read(model: nn.Module, ids: Tensor) -> Any:
-    """What a model of transformers returns for tokens [tokens]; a decoder reads those too."""
+    """What a model of transformers returns for tokens [tokens] without dropout; a decoder reads
+    those too."""
     tokens, known = ids[None].to(model.device), inspect.signature(model.forward).parameters
     given: dict[str, Any] = {"input_ids": tokens}
     if "decoder_input_ids" in known:
         given["decoder_input_ids"] = tokens
     if "use_cache" in known or any(p.kind is p.VAR_KEYWORD for p in known.values()):
         given["use_cache"] = False
-    return model(**given)
+    with evaluating(model):
+        return model(**given)
 
 
 def _counted(
@@ -116,8 +120,6 @@ def _counted(
 ) -> tuple[dict[str, Tensor], set[str]]:
     """What a reading found, and which layers need sums of their own: if any, it ended early."""
     counted = Moments(model, names, alone)
-    was_training = model.training
-    model.eval()
     try:
         for ids in logging.tqdm(sequences, desc=what):
             read(model, ids)
@@ -125,7 +127,6 @@ def _counted(
             if counted.mixed:
                 break
     finally:
-        model.train(was_training)
         found = counted.close()
     return found, counted.mixed
 
