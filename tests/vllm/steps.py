@@ -80,6 +80,14 @@ def vllm_started(folder: Path, **common: Any) -> Iterator[Any]:
     cleanup_dist_env_and_memory()
 
 
+def vllm_layer(**attributes: Any) -> torch.nn.Module:
+    """A layer of vLLM, as far as backends see it."""
+    layer = torch.nn.Module()
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
+
+
 class Steps:
     """Steps of vLLM over pages [pages, ...] of `page_size` tokens."""
 

@@ -5,6 +5,7 @@ long, whole models and the heads of tensor-parallel ranks. Every token goes into
 the backend; keys and values that the reference sees come from through_codes.
 """
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +18,16 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.helpers import randn
 from tests.oracle import exact_attention, flash_attention
-from tests.vllm.harness import ON_GPU, save_llama
+from tests.vllm.harness import ON_GPU, save_llama, told
 from tests.vllm.reference import through_codes
-from tests.vllm.steps import LONG_STEPS, STEPS, Steps, asked_of_flash, vllm_started
+from tests.vllm.steps import (
+    LONG_STEPS,
+    STEPS,
+    Steps,
+    asked_of_flash,
+    vllm_layer,
+    vllm_started,
+)
 from torch_turboquant.integrations.engine import prompts
 from torch_turboquant.integrations.vllm import limits
 from torch_turboquant.integrations.vllm.backend import (
@@ -27,6 +35,7 @@ from torch_turboquant.integrations.vllm.backend import (
     TurboQuantImpl,
     TurboQuantMetadataBuilder,
 )
+from torch_turboquant.integrations.vllm.sizes import needs_of
 
 HEADS = {"whole": (8, 2), "half": (4, 1), "no groups": (2, 2), "wide groups": (16, 1)}
 
@@ -45,7 +54,8 @@ def started(tmp_path_factory):
 class Layer(Steps):
     """One layer of our backend, with memory for its pages, and a builder of its steps."""
 
-    def __init__(self, config, heads=(8, 2), d=64, page_size=32, number=0, **options):
+    def __init__(self, config, heads=(8, 2), d=64, page_size=32, number=0, reads=None, **options):
+        """reads: the name of the layer whose keys this one reads."""
         self.kv_heads, self.d, self.page_size, self.number = heads[1], d, page_size, number
         config.cache_config.block_size = page_size
         with set_current_vllm_config(config):
@@ -55,7 +65,8 @@ class Layer(Steps):
             torch.set_default_dtype(default)
             name = f"model.layers.{number}.self_attn.attn"
             layers = config.compilation_config.static_forward_context
-            layers[name] = SimpleNamespace(impl=self.impl)
+            layers[name] = self.module = vllm_layer(impl=self.impl)
+            self.module.kv_sharing_target_layer_name = reads
             self.impl.process_weights_after_loading(torch.float32)
             spec = FullAttentionSpec(
                 block_size=page_size, num_kv_heads=heads[1], head_size=d, dtype=torch.uint8
@@ -77,7 +88,7 @@ class Layer(Steps):
         """Attends to new tokens after older ones; returns the output and what is right."""
         m = self.metadata(steps)
         for s, (total, new) in enumerate(steps):
-            before = total if self.impl.target else total - new  # who else would store them?
+            before = total if self.impl.owner else total - new  # who else would store them?
             if before:
                 self.store(k[s][:before], v[s][:before], m.block_table_tensor[s])
         new_k = torch.cat([k[s][total - new :] for s, (total, new) in enumerate(steps)])
@@ -183,21 +194,30 @@ def test_soft_caps_and_sinks(started, name):
     assert_right(found, right)
 
 
-def test_a_layer_that_reads_the_pages_of_another_one(started):
+OWNER = "model.layers.1.self_attn.attn"
+
+
+@pytest.fixture
+def shared(started):
+    """A configuration in which layer 1 is there for others to read its keys, and that layer."""
+    config = started({})
+    owner = Layer(config, number=1)
+    config.compilation_config.static_forward_context[OWNER] = owner.module
+    return config, owner
+
+
+def test_a_layer_that_reads_the_pages_of_another_one(shared):
     """It has no keys of its own, whatever it is given, and the tables of the other layer."""
     steps = STEPS["few mixed"]
-    target = "model.layers.1.self_attn.attn"
-    layer = Layer(started({}), number=4, kv_sharing_target_layer_name=target)
+    layer = Layer(shared[0], number=4, reads=OWNER)
     assert layer.impl.index == layer.number - 3
     layer.number = 1
     assert_right(*layer.run(steps, *tensors(steps, (8, 2)), exact=False))
 
 
-def test_a_layer_that_gets_no_keys(started):
+def test_a_layer_that_gets_no_keys(shared):
     """vLLM gives None to layers that share those of another one."""
-    layer = Layer(
-        started({}), number=4, kv_sharing_target_layer_name="model.layers.1.self_attn.attn"
-    )
+    layer = Layer(shared[0], number=4, reads=OWNER)
     steps = STEPS["few mixed"]
     q, k, v = tensors(steps, (8, 2))
     layer.number = 1
@@ -208,15 +228,44 @@ def test_a_layer_that_gets_no_keys(started):
     assert torch.equal(found, expected)
 
 
+def test_a_layer_that_is_told_later_whose_keys_it_reads(shared):
+    """Drafts of Gemma 4, once both models are loaded: before vLLM asks for the bytes of pages."""
+    config, owner = shared
+    layer = Layer(config, number=4)
+    own = layer.impl.tables
+    layer.module.kv_sharing_target_layer_name = OWNER
+    layers = {OWNER: owner.module, "draft.layers.4.self_attn.attn": layer.module}
+    assert [*needs_of(layers, alike=False)] == [OWNER]
+    with told() as lines:
+        plan = owner.impl.plan
+        plan.tell(logging.getLogger("vllm.torch_turboquant"), owner.impl, layers)
+    each = 2 * plan.bytes_per_token(owner.impl.config)
+    assert f"{each:,} bytes per token and layer on this rank" in lines[0]
+
+    steps = STEPS["few mixed"]
+    q, k, v = tensors(steps, (8, 2))
+    layer.number = 1
+    layer.impl._bind(layer.pages)  # what follows stores for the owner, whose records are written
+    assert layer.impl.tables is owner.impl.tables is not own
+    forward = layer.impl.forward
+    layer.impl.forward = lambda layer_, q, k, v, *more: forward(layer_, q, None, None, *more)
+    assert_right(*layer.run(steps, q, k, v, exact=False))
+
+
+def test_keys_of_another_backend_s_layer_are_not_read(started):
+    config = started({})
+    layers = config.compilation_config.static_forward_context
+    layers[OWNER] = SimpleNamespace(impl=object())
+    with pytest.raises(ValueError, match='leave "attention_backend" out of --speculative-config'):
+        Layer(config, number=4, reads=OWNER)
+
+
 def test_a_layer_that_reads_another_s_pages_has_its_center(started):
     """One that is learned as well, after both were made."""
     config = started({"learn": True})
-    layers = config.compilation_config.static_forward_context
-    name = "model.layers.1.self_attn.attn"
     owner = Layer(config, number=1)
-    layers[name] = SimpleNamespace(impl=owner.impl)
-    reader = Layer(config, number=4, kv_sharing_target_layer_name=name)
-    del layers[name]
+    config.compilation_config.static_forward_context[OWNER] = owner.module
+    reader = Layer(config, number=4, reads=OWNER)
     assert owner.impl.learns and not reader.impl.learns
     owner.impl.tables.center.fill_(3)  # as learning does
     assert reader.impl.tables.center is owner.impl.tables.center
@@ -225,16 +274,39 @@ def test_a_layer_that_reads_another_s_pages_has_its_center(started):
     assert (owner.impl.tables.center == 3).all()
 
 
-def test_constants_come_back_with_the_weights(started):
-    """A sleeping engine (level 2) gives up all that was there when its model was loaded."""
-    layer = Layer(started({"learn": False}))
-    held = [t.clone() for t in layer.impl.tables if t is not None]
-    for t in layer.impl.tables:
-        if t is not None:
-            t.zero_()
-    layer.impl.process_weights_after_loading(torch.float32)
-    now = [t for t in layer.impl.tables if t is not None]
-    assert len(now) == len(held) and all(map(torch.equal, now, held))
+def test_an_engine_that_sleeps_keeps_its_constants(started):
+    """Level 2 gives up all that was there when its model was loaded; vLLM copies buffers out before
+    and back afterwards, and callers may load weights without telling layers. A center that was
+    learned stays, since pages hold keys without it."""
+    sinks = torch.nn.Parameter(torch.ones(8), requires_grad=False)
+    layer = Layer(started({"learn": True}), sinks=sinks)
+    layer.impl.tables.center.fill_(3)  # as learning does
+    mine = [*(t for t in layer.impl.tables if t is not None), layer.impl.sink_logits]
+    held = [t.clone() for t in mine]
+    model = torch.nn.ModuleList([layer.module])
+    saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for t in mine:
+        t.zero_()
+    for name, buffer in model.named_buffers():
+        buffer.data.copy_(saved[name])
+    assert all(map(torch.equal, mine, held))
+    assert not model.state_dict()  # nothing that a checkpoint would hold
+
+
+def test_weights_that_are_loaded_again_leave_constants_in_place(started):
+    """vLLM moves the tensors of layers to the meta device meanwhile."""
+    from vllm.model_executor.model_loader import reload
+
+    layer = Layer(started({"learn": True}))
+    layer.impl.tables.center.fill_(3)
+    model = torch.nn.ModuleList([layer.module])
+    before = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
+    reload.initialize_layerwise_reload(model)
+    assert not [*model.buffers()]
+    reload.finalize_layerwise_reload(model, layer.impl.vllm_config.model_config)
+    assert {name: buffer.data_ptr() for name, buffer in model.named_buffers()} == before
+    assert layer.impl.tables.center.data_ptr() == before["0.turboquant_center"]
+    assert (layer.impl.tables.center == 3).all()
 
 
 def test_several_attentions_of_a_layer_are_refused():

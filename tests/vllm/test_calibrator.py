@@ -114,8 +114,8 @@ class Worker(Calibrator):
     """A worker of vLLM, as far as the extension sees it."""
 
     def __init__(self, sums):
-        impls = [SimpleNamespace(index=i, key_sums=s, target=None) for i, s in enumerate(sums)]
-        impls.append(SimpleNamespace(index=0, key_sums=KeySums(1, 8), target="model.layers.0"))
+        impls = [SimpleNamespace(index=i, key_sums=s) for i, s in enumerate(sums)]
+        impls.append(SimpleNamespace(index=0, key_sums=None))  # reads the keys of layer 0
         layers = {f"model.layers.{i}.attn": SimpleNamespace(impl=x) for i, x in enumerate(impls)}
         layers["model.layers.9.conv"] = SimpleNamespace()
         config = SimpleNamespace(static_forward_context=layers)

@@ -29,7 +29,14 @@ from tests.vllm.harness import (
     save_deepseek,
     told,
 )
-from tests.vllm.steps import LONG_STEPS, STEPS, Steps, asked_of_flash, vllm_started
+from tests.vllm.steps import (
+    LONG_STEPS,
+    STEPS,
+    Steps,
+    asked_of_flash,
+    vllm_layer,
+    vllm_started,
+)
 from torch_turboquant.integrations import vllm as plugin
 from torch_turboquant.integrations.engine import prompts
 from torch_turboquant.integrations.vllm import adapter
@@ -94,7 +101,7 @@ class Layer(Steps):
             name = f"model.layers.{number}.self_attn.attn"
             layers = config.compilation_config.static_forward_context
             w_uk, w_uv = self.w.split([NOPE, VALUE], dim=1)
-            layers[name] = SimpleNamespace(
+            layers[name] = self.module = vllm_layer(
                 impl=self.impl, W_UK_T=w_uk, W_UV=w_uv.transpose(1, 2).contiguous()
             )
             self.impl.process_weights_after_loading(torch.float32)
@@ -236,6 +243,14 @@ def test_weights_that_are_loaded_again(started):
     layer.impl.process_weights_after_loading(torch.float32)
     assert layer.impl.tables.center.data_ptr() == address
     assert_right(*layer.run(steps, *tensors(steps)))
+
+
+def test_an_engine_that_sleeps_keeps_its_constants(started):
+    layer = Layer(started({}))
+    kept = dict(layer.module.named_buffers())
+    mine = {f"turboquant_{name}": t for name, t in layer.impl.tables._asdict().items()}
+    assert kept.keys() == {name for name, t in mine.items() if t is not None}
+    assert all(kept[name] is mine[name] for name in kept)
 
 
 def test_padding_of_graphs(started):

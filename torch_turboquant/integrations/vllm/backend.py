@@ -35,6 +35,7 @@ from torch_turboquant.integrations.engine.pages import page_parts
 from torch_turboquant.integrations.engine.prompts import (
     Alike,
     Context,
+    PromptAttention,
     contexts_of,
     least_fresh,
     long_chunk,
@@ -49,6 +50,7 @@ from torch_turboquant.integrations.vllm.plan import (
     plan_of,
 )
 from torch_turboquant.integrations.vllm.prompts import prompt_attention
+from torch_turboquant.integrations.vllm.sizes import target_of
 from torch_turboquant.ops.attention import attend_constants, step_constants
 from torch_turboquant.ops.cache import cache_load, store_constants
 from torch_turboquant.tables import CacheTables
@@ -334,6 +336,18 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
 # ---- a layer
 
 
+def keep_while_asleep(layer: torch.nn.Module, **tensors: Tensor | None) -> None:
+    """Registers what a layer must find again, in place, when its engine wakes up.
+
+    An engine that sleeps (level 2) gives up the memory that was allocated while its model was
+    loaded. vLLM copies a model's buffers out before and back afterwards, and loads weights into a
+    model again without moving them.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            layer.register_buffer(f"turboquant_{name}", tensor, persistent=False)
+
+
 class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
     """One layer: its tables, and the raw ops with arguments that stay prepared once."""
 
@@ -359,7 +373,6 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.sliding_window = sliding_window or 0
         self.soft_cap = logits_soft_cap or 0.0
-        self.target = kv_sharing_target_layer_name
         self.sinks = sinks
         self.vllm_config = get_current_vllm_config()
         self.dtype = torch.get_default_dtype()
@@ -377,64 +390,78 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         self.plan: Plan = plan_of(self.vllm_config)
         self.drafts = are_for_drafts(self.vllm_config)
         self.index: int | None = None
+        self.owner: TurboQuantImpl | None = None
+        """The layer whose keys and values this one reads; None: it has its own."""
         self.sink_logits: Tensor | None = None
         self.learns = False
         self.key_sums: Any = None
+        self.prompt_attention: PromptAttention | None = None
         self.bound: Tensor | None = None
-
-    def _load_again(self, index: int) -> None:
-        """Restores what an engine that sleeps (level 2) gives up with its weights.
-
-        A center that was learned stays as it is: pages hold keys without it.
-        """
-        made = self.plan.tables(index, self.config, self.num_kv_heads)
-        for name, mine, again in zip(made._fields, self.tables, made, strict=True):
-            if mine is not None and not (name == "center" and self.plan.learns(index)):
-                mine.copy_(again)
-        if self.sink_logits is not None:
-            self.sink_logits.copy_(self.sinks)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Makes what stays; called again when weights are loaded again, then addresses stay."""
         if self.index is not None:
-            self._load_again(self.index)
+            if self.sink_logits is not None:
+                self.sink_logits.copy_(self.sinks)
             return
         layers = self.vllm_config.compilation_config.static_forward_context
-        name, layer = next((n, x) for n, x in layers.items() if getattr(x, "impl", None) is self)
-        # a layer with a target reads the pages of that one, which may be one of the model's
-        drafts = self.drafts and self.target is None
-        self.index = self.plan.index(self.target or name, drafts)
-        self.config: CacheConfig = self.plan.config(self.index, self.head_size)
-        # a layer that reads the pages of another one has its center, too, also a learned one
-        owner = getattr(layers.get(self.target), "impl", None)
-        self.tables: CacheTables = getattr(owner, "tables", None) or self.plan.tables(
-            self.index, self.config, self.num_kv_heads
+        name, self.layer = next(
+            (n, x) for n, x in layers.items() if getattr(x, "impl", None) is self
         )
-        self.learns = self.target is None and self.plan.learns(self.index)
+        if self.sinks is not None:
+            self.sink_logits = self.sinks.detach().to(torch.float32, copy=True)
+            keep_while_asleep(self.layer, sink_logits=self.sink_logits)
+        target = target_of(self.layer)
+        if target is None:
+            self._make_own(name, layers)
+        else:
+            self._read_those_of(target)
+
+    def _make_own(self, name: str, layers: dict[str, Any]) -> None:
+        """Makes the tables of a layer that has keys and values."""
+        self.index = self.plan.index(name, self.drafts)
+        self.config: CacheConfig = self.plan.config(self.index, self.head_size)
+        self.tables: CacheTables = self.plan.tables(self.index, self.config, self.num_kv_heads)
+        keep_while_asleep(self.layer, **self.tables._asdict())
+        self.learns = self.plan.learns(self.index)
         if self.plan.settings.calibrate:
             from torch_turboquant.integrations.vllm.calibrator import KeySums
 
             self.key_sums = KeySums(self.num_kv_heads, self.head_size, self.plan.device)
-        if self.sinks is not None:
-            self.sink_logits = self.sinks.detach().to(torch.float32, copy=True)
-        self.prompt_attention = None
-        if self.target is None:
-            self.prompt_attention = prompt_attention(
-                self.head_size,
-                self.scale,
-                self.sliding_window,
-                self.soft_cap,
-                self.sinks is not None,
+        self.prompt_attention = prompt_attention(
+            self.head_size,
+            self.scale,
+            self.sliding_window,
+            self.soft_cap,
+            self.sinks is not None,
+        )
+
+        def bytes_per_token() -> int:
+            self.plan.tell(logger, self, layers)
+            return self.plan.given(layers)[name]
+
+        adapter.set_page_bytes(self.layer, bytes_per_token)
+
+    def _read_those_of(self, target: str) -> None:
+        """Makes this a layer that reads the keys and values of another one, with its tables, also a
+        center that is learned later."""
+        owner = self.vllm_config.compilation_config.static_forward_context[target].impl
+        if not isinstance(owner, TurboQuantImpl):
+            raise ValueError(
+                f"torch_turboquant: a layer reads the keys of {target}, whose pages are those of "
+                'another attention backend: leave "attention_backend" out of --speculative-config, '
+                "or choose this backend for both models"
             )
-
-            def bytes_per_token() -> int:
-                self.plan.tell(logger, self, layers)
-                return self.plan.given(layers)[name]
-
-            adapter.set_page_bytes(layer, bytes_per_token)
+        self.owner, self.index = owner, owner.index
+        self.config, self.tables = owner.config, owner.tables
+        self.learns, self.key_sums, self.prompt_attention = False, None, None
 
     def _bind(self, kv_cache: Tensor) -> None:
         """Prepares the arguments of calls for memory that vLLM has allocated."""
+        target = target_of(self.layer)
+        if target is not None and self.owner is None:
+            # vLLM gives drafts of Gemma 4 the keys of the model once both are loaded.
+            self._read_those_of(target)
         self.config = replace(self.config, page_size=kv_cache.shape[2])
         self.pages, self.first_tokens = page_parts(kv_cache, self.config, self.plan.first_token)
         self.store_arguments = store_constants(self.config, self.tables)
@@ -473,7 +500,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             parts = attn_metadata.by_op
         if key is not None and key.shape[0] != step.end:  # a layer that shares pages has none
             key, value = key[: step.end], value[: step.end]
-        if self.target is None:
+        if self.owner is None:
             self._learn_from(attn_metadata, query, key)
             if len(parts) == 1 and parts[0].exact and not self._is_for_flash(parts[0]):
                 self._store_and_attend(attn_metadata, parts[0], query, key, value, output)
@@ -533,7 +560,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         if first or end != query.shape[0]:
             query, out = query[first:end], out[first:end]
         # A layer that reads the pages of another one has no keys of its own.
-        exact = exact and self.target is None
+        exact = exact and self.owner is None
         if exact and (first or end != key.shape[0]):
             key, value = key[first:end], value[first:end]
         if not self._is_for_flash(part):

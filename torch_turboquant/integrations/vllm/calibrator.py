@@ -141,8 +141,7 @@ class Calibrator:
     def _turboquant_sums(self) -> list[tuple[int, KeySums]]:
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         impls = [getattr(layer, "impl", None) for layer in layers]
-        # A layer with a target reads the keys of that layer, and gathers none.
-        own = [i for i in impls if getattr(i, "key_sums", None) and i.target is None]
+        own = [impl for impl in impls if getattr(impl, "key_sums", None)]
         found = {i.index: i.key_sums for i in own}
         if not found:
             raise RuntimeError(

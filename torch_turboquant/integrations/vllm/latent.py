@@ -33,6 +33,7 @@ from torch_turboquant.integrations.vllm.backend import (
     TurboQuantBackend,
     TurboQuantMetadata,
     TurboQuantMetadataBuilder,
+    keep_while_asleep,
     logger,
 )
 from torch_turboquant.integrations.vllm.plan import Plan, are_for_drafts, latest_plan, plan_of
@@ -154,7 +155,6 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
     can_return_lse_for_decode = False
     supports_quant_query_input = False
     supports_pcp = False
-    target = None  # no layer reads the latents of another one
     num_kv_heads = 1
 
     def __init__(
@@ -226,6 +226,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
         self.config = self.plan.latent_config(self.index, *dims)
         weight = self.latent_norm.weight
         self.tables = self.plan.latent_tables(self.index, self.config, weight)
+        keep_while_asleep(layer, **self.tables._asdict())
         self.prompt_attention = latent_prompt_attention(
             self.nope_dim + self.rope_dim, self.value_dim, self.scale
         )

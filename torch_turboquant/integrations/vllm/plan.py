@@ -20,7 +20,7 @@ from torch_turboquant.integrations.engine.centers import LayerConstants, find_fi
 from torch_turboquant.integrations.vllm import adapter, choice, limits
 from torch_turboquant.integrations.vllm.learning import Learning
 from torch_turboquant.integrations.vllm.settings import parse
-from torch_turboquant.integrations.vllm.sizes import needs_of, share
+from torch_turboquant.integrations.vllm.sizes import needs_of, share, target_of
 from torch_turboquant.latent import LatentConfig, LatentTables, make_latent_tables, norm_center
 from torch_turboquant.tables import CacheTables, make_tables
 
@@ -166,8 +166,8 @@ class Plan:
         kept = {}
         for name, layer in layers.items():
             other = getattr(layer, "impl", None)
-            ours = type(other) is type(impl) and other.plan is self and other.target is None
-            if ours and not self._is_drafting(other.index):
+            ours = type(other) is type(impl) and other.plan is self
+            if ours and target_of(layer) is None and not self._is_drafting(other.index):
                 kept[name] = (other.config, other.num_kv_heads)
         given = self.given(layers)
         stored = sum(given[name] * heads for name, (_, heads) in kept.items())

@@ -64,6 +64,15 @@ def _from_one_pool(layers: tuple[tuple[int, int, int], ...]) -> dict[tuple[int, 
     return best[1]
 
 
+def target_of(layer: Any) -> str | None:
+    """The name of the layer whose keys and values a layer of vLLM reads; None: it has its own.
+
+    vLLM may say so after it has made the layer.
+    """
+    name: str | None = getattr(layer, "kv_sharing_target_layer_name", None)
+    return name
+
+
 def needs_of(layers: Mapping[str, Any], alike: bool) -> dict[str, Need]:
     """The needs of this backend's layers.
 
@@ -74,7 +83,7 @@ def needs_of(layers: Mapping[str, Any], alike: bool) -> dict[str, Need]:
     found = {}
     for name, layer in layers.items():
         impl = getattr(layer, "impl", None)
-        if hasattr(impl, "plan") and impl.index is not None and impl.target is None:
+        if hasattr(impl, "plan") and impl.index is not None and target_of(layer) is None:
             window = getattr(impl, "sliding_window", 0)
             kind = None if alike else (window, getattr(layer, "attention_chunk_size", None))
             content = impl.plan.bytes_per_token(impl.config)
