@@ -1,5 +1,6 @@
 """What happens before the first token: names, the start-up line, refusals."""
 
+import copy
 import re
 import sys
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ from tests.vllm.steps import vllm_started
 from torch_turboquant.centers import FILE_NAME
 from torch_turboquant.integrations import vllm as plugin
 from torch_turboquant.integrations.vllm.adapter import INTERFACE
-from torch_turboquant.integrations.vllm.plan import plan_of
+from torch_turboquant.integrations.vllm.backend import TurboQuantBackend
+from torch_turboquant.integrations.vllm.plan import latest_plan, plan_of
 
 # Without a GPU vLLM knows one name, which the plug-in takes; unasked, vLLM chooses its own backend.
 OURS, OWN_NAME, THEIRS = "CpuBackend", "CpuBackend", "CPUAttentionBackend"
@@ -149,6 +151,26 @@ def test_bytes_follow_the_block_size(folder, tmp_path):
             config.cache_config.block_size = block_size
             row = 2 * 128 * 4 // block_size
             assert plan.bytes_per_token(packed) == packed.bytes_per_token + row
+
+
+@pytest.mark.skipif(INTERFACE.page_bytes == "layer", reason="refused: needs vLLM 0.28 or newer")
+def test_bytes_of_a_hybrid_model_that_has_a_draft_model(folder, tmp_path, monkeypatch):
+    """vLLM makes blocks of a hybrid model larger than those that it has counted with, after it has
+    made the draft model, whose plan is the one that is asked."""
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with vllm_started(tmp_path) as configure:
+        config = configure({"preset": "k5v4u"}, block_size=64)
+        hybrid = config.model_config
+        monkeypatch.setattr(type(hybrid), "is_hybrid", property(lambda model: model is hybrid))
+        drafting = vllm.config.replace(config, model_config=copy.copy(hybrid))
+        plans = plan_of(config), plan_of(drafting)
+        assert latest_plan() is plans[1] and plans[0].engine is plans[1].engine
+        asked = TurboQuantBackend.bytes_per_token(128)
+        config.cache_config.block_size = drafting.cache_config.block_size = 9 * 128
+        packed = plans[0].config(0, 128)
+        assert asked == packed.bytes_per_token + 2 * 128 * 4 // 64
+        assert [plan.bytes_per_token(packed) for plan in plans] == [asked] * 2
+        assert TurboQuantBackend.bytes_per_token(128) == asked
 
 
 def test_alibi_is_refused(tmp_path):

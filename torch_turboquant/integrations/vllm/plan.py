@@ -35,6 +35,8 @@ class Engine:
         self.learning = Learning()
         self.page_tokens = 0
         """Tokens of a page that bytes are counted with; 0: as many as the block size says."""
+        self.is_hybrid = False
+        """Whether a model of the engine has layers with a state of fixed size."""
 
 
 class Plan:
@@ -53,7 +55,8 @@ class Plan:
         model, speculative = vllm_config.model_config, vllm_config.speculative_config
         self.layers = int(model.hf_text_config.num_hidden_layers)
         self.vllm_cache_config = vllm_config.cache_config
-        self._scheduler_config, self._is_hybrid = vllm_config.scheduler_config, model.is_hybrid
+        self._scheduler_config = vllm_config.scheduler_config
+        self.engine.is_hybrid |= bool(model.is_hybrid)
         self.latents: bool = model.use_mla
         if self.latents:
             limits.keep_pages_to_attention(vllm_config.compilation_config)
@@ -117,12 +120,12 @@ class Plan:
         return pages.bytes_per_token(config, self._page_tokens(), self.first_token)
 
     def settle_pages(self) -> None:
-        """Remembers what pages of a hybrid model were counted with.
+        """Remembers what pages were counted with, where a model of the engine is hybrid.
 
         vLLM asks backends for their bytes once its block size fits them, and then makes blocks
         larger: they are multiples of that.
         """
-        if self._is_hybrid:
+        if self.engine.is_hybrid:
             self.engine.page_tokens = self._page_tokens()
 
     def _page_tokens(self) -> int:
@@ -134,7 +137,7 @@ class Plan:
 
         In hybrid models vLLM has made blocks of bytes_per_token by then, for layers of one kind.
         """
-        alike = self._is_hybrid or self._scheduler_config.disable_hybrid_kv_cache_manager
+        alike = self.engine.is_hybrid or self._scheduler_config.disable_hybrid_kv_cache_manager
         return share(needs_of(layers, bool(alike)))
 
     def _is_drafting(self, layer: int) -> bool:
