@@ -333,12 +333,15 @@ def test_a_first_step_that_teaches_nothing(lengths, graphs):
     assert learning.tokens is None
 
 
+@pytest.mark.parametrize("method", ["load_model", "elastic_ep_execute", "_dummy_run"])
 @pytest.mark.parametrize(
     ("module", "decides"), [("vllm.v1.worker.gpu_worker", False), ("somebody.else", True)]
 )
-def test_warm_up_teaches_nothing(module, decides):
+def test_warm_up_teaches_nothing(module, method, decides):
+    """A worker that joins a running engine (elastic expert parallelism) warms up in methods of its
+    own."""
     learning = Learning()
     names = {"__name__": module, "see": lambda: learning.see(step(100), 1)}
-    exec("def load_model(): return see()", names)
-    names["load_model"]()
+    exec(f"def {method}(): return see()", names)
+    names[method]()
     assert learning.decided == decides

@@ -27,8 +27,10 @@ Where they have one, as in Qwen2.5, no center at all makes predictions nonsense.
 
 # Methods of vLLM's workers that run the model on tokens that nobody asked for.
 WARM_UP = {
+    "_dummy_run",
     "compile_or_warm_up_model",
     "determine_available_memory",
+    "elastic_ep_execute",
     "execute_dummy_batch",
     "initialize_from_config",
     "load_model",
