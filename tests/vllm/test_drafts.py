@@ -162,6 +162,44 @@ def test_drafts_by_a_layer_of_the_model(tmp_path):
         check(llm, Reference(mimo, PRESET, exact_steps=False), 0.2)
 
 
+def save_gemma(folder, drafting):
+    """A Gemma 4, and its assistant, whose layers read the keys of the model's last ones."""
+    kinds = ["sliding_attention", "full_attention"]
+    heads = {"head_dim": 32, "global_head_dim": 64, "sliding_window": 24}
+    shape = {**SHAPE, **heads, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    text = {**shape, "num_hidden_layers": 2, "layer_types": kinds}
+    config = transformers.Gemma4TextConfig(
+        **{**shape, "num_hidden_layers": 4, "layer_types": kinds * 2}
+    )
+    gemma = save(randomise(transformers.Gemma4ForCausalLM(config)), folder)
+    assistant = transformers.Gemma4AssistantConfig(
+        text_config={"model_type": "gemma4_text", **text, "num_kv_shared_layers": 2},
+        backbone_hidden_size=SHAPE["hidden_size"],
+    )
+    save(randomise(transformers.Gemma4AssistantForCausalLM(assistant)), drafting)
+    return gemma
+
+
+def test_drafts_that_read_the_keys_of_the_model(tmp_path):
+    """vLLM tells the assistant's layers so after it has made them."""
+    drafting = tmp_path / "assistant"
+    gemma = save_gemma(tmp_path, drafting)
+    drafts = {"method": "mtp", "model": str(drafting), "num_speculative_tokens": DRAFTS}
+    options = {"speculative_config": drafts, "disable_log_stats": False}
+    if ON_GPU:
+        options["dtype"] = "bfloat16"
+    with told() as lines, engine(tmp_path, SETTINGS, **options) as llm:
+        context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        impls = [layer.impl for layer in context.values()]
+        answers = generate(llm, PROMPTS, TOKENS)
+        assert metric(llm, "vllm:spec_decode_num_draft_tokens") > 0
+    assert [impl.owner for impl in impls] == [None] * 4 + impls[2:4]
+    assert len(lines) == 1
+    reference = Reference(gemma, PRESET, exact_steps=False)
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        reference.check(p, answer, near_tie=0.15 if ON_GPU else None)
+
+
 @pytest.mark.skipif(not INTERFACE.latents, reason="refused: needs vLLM 0.32 or newer")
 @pytest.mark.parametrize(
     ("preset", "cure"), [("k8v8", None), ("k5u", 'set "preset" to "k5v4u", which is k5u for')]
