@@ -62,8 +62,8 @@ def engine_options(task: dict[str, Any]) -> dict[str, Any]:
         options["kv_cache_dtype"] = "fp8"
     elif preset != BASE:
         settings: dict[str, Any] = {"preset": preset, "learn": "learned" in variants}
-        if not {"learned", "none"} & set(variants):
-            settings["centers"] = task["centers"]
+        if "learned" not in variants:
+            settings["centers"] = "none" if "none" in variants else task["centers"]
         if "codes" in variants:
             settings["first_token"] = "codes"
         options["attention_backend"] = "CUSTOM"

@@ -157,7 +157,7 @@ def test_drafts_by_a_layer_of_the_model(tmp_path):
         "speculative_config": {"method": "mtp", "num_speculative_tokens": DRAFTS},
         "disable_log_stats": False,
     }
-    with engine(tmp_path, SETTINGS, **options) as llm:
+    with engine(tmp_path, {**SETTINGS, "centers": "none"}, **options) as llm:
         assert [*layers_of(llm).values()] == ["TurboQuantImpl"] * 4
         check(llm, Reference(mimo, PRESET, exact_steps=False), 0.2)
 

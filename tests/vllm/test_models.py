@@ -153,6 +153,24 @@ def test_a_short_first_prompt_teaches_nothing(biased):
         reference.check(p, answer)
 
 
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_biased_keys_need_centers(biased, multimodal):
+    """Refused where nothing is learned, unless the keys have 8 bits or that is what is wanted."""
+    from vllm import ModelRegistry
+
+    folder, _ = biased
+    ModelRegistry.register_model("Multimodal", Multimodal)
+    options = {"hf_overrides": {"architectures": ["Multimodal"]}} if multimodal else {}
+    cure = r'calibrate MODEL TEXT, set "learn" to true, choose a preset with 8-bit keys, or set "c'
+    with pytest.raises(Exception, match=cure):
+        with engine(folder, {"preset": "k5v4u", "learn": False}, **options):
+            pass
+    for settings in ({"preset": "k8v4", "learn": False}, {"preset": "k5v4u", "centers": "none"}):
+        with told() as lines, engine(folder, settings, **options):
+            pass
+        assert "Centers: none; seed" in lines[0]
+
+
 def test_layers_with_presets_of_their_own(tmp_path):
     llama = save_llama(tmp_path)
     middle, last = ("k8v4", "k5v4u") if ON_GPU else ("k3v2", "k4v4")

@@ -327,7 +327,9 @@ def test_the_first_step_teaches():
 def test_a_first_step_that_teaches_nothing(lengths, graphs):
     """Too few tokens; or a step that vLLM may replay, in which no layer can learn."""
     learning = Learning()
-    assert "too short to learn centers from" in learning.see(step(*lengths), graphs)
+    said = learning.see(step(*lengths), graphs)
+    assert "too short to learn centers from" in said
+    assert "Give a file of centers, or let the first prompt have 8 tokens or more" in said
     assert learning.decided and learning.tokens is None
     learning.see(step(100), graphs)
     assert learning.tokens is None

@@ -43,6 +43,35 @@ def find_file(model_folder: str | os.PathLike[str], given: str | None) -> Path |
     return beside.absolute() if beside.is_file() else None
 
 
+def keys_have_bias(attention: torch.nn.Module, packed: type[torch.nn.Module]) -> bool:
+    """Whether the keys of an attention module have a bias.
+
+    packed: the engine's projection of queries, keys and values in one.
+    """
+    return any(
+        getattr(module, "bias", None) is not None
+        for name, module in attention.named_children()
+        if name == "k_proj" or isinstance(module, packed)
+    )
+
+
+def check_biased_keys(layer: int, bits: int, instead: str = "") -> None:
+    """Raises ValueError for a layer whose keys have a bias and get no center, unless they have 8
+    bits, which carry a bias.
+
+    Args:
+        layer: its number.
+        bits: of its keys.
+        instead: a cure that this engine has besides.
+    """
+    if bits < 8:
+        raise ValueError(
+            f"torch_turboquant: the keys of layer {layer} have a bias, which {bits}-bit keys do "
+            "not carry without centers: make a file of them with torch_turboquant calibrate MODEL "
+            f'TEXT, {instead}choose a preset with 8-bit keys, or set "centers" to "none"'
+        )
+
+
 def heads_of_rank(total: int, rank: int, size: int) -> slice:
     """The KV heads that one tensor-parallel rank holds, of all of a layer's.
 

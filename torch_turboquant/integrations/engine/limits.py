@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from torch_turboquant.config import CacheConfig
 
 ELSEWHERE = "choose another --attention-backend for this model"
+
+
+def refuse(found: Sequence[str]) -> None:
+    """Raises ValueError if there is anything: sentences with their cures."""
+    if found:
+        raise ValueError(f"torch_turboquant: {'; '.join(found)}")
 
 
 def wrong_dtype(dtype: torch.dtype, on_cpu: bool) -> str | None:

@@ -13,6 +13,7 @@ from torch_turboquant.layer_choice import by_number, layer_configs
 
 KEY = "turboquant"
 FIRST_TOKEN = ("exact", "codes")
+NO_CENTERS = "none"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class EngineSettings:
     """Layers with presets of their own; negative ones count from the end. Users write an object
     such as {"0": "k8v8", "-1": "k8v8"}."""
     centers: str | None = None
-    """A file of centers; None: the one beside the model, if there is one."""
+    """A file of centers; None: the one beside the model, if there is one; "none": no file is looked
+    for."""
     seed: int = 0
     """Of the random signs."""
     first_token: str = "exact"

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.layers.linear import QKVParallelLinear
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from torch_turboquant.integrations.engine.centers import keys_have_bias
 from torch_turboquant.integrations.sglang.plan import Heads
 
 
@@ -37,10 +38,12 @@ def attention_layers(model: torch.nn.Module) -> Iterator[AttentionLayer]:
         if isinstance(module, RadixAttention):
             around = model.get_submodule(name.rpartition(".")[0])
             reads = bool(getattr(around, "is_kv_shared_layer", False))
-            yield AttentionLayer(module, _keys_have_bias(around), reads)
+            yield AttentionLayer(module, keys_have_bias(around, QKVParallelLinear), reads)
     beside: dict[int, RadixAttention] = getattr(model, "attention_instances", {})
     biased = {
-        getattr(module, "layer_idx", None) for module in model.modules() if _keys_have_bias(module)
+        getattr(module, "layer_idx", None)
+        for module in model.modules()
+        if keys_have_bias(module, QKVParallelLinear)
     }
     for number, module in beside.items():
         yield AttentionLayer(module, number in biased, False)
@@ -56,12 +59,3 @@ def heads_of(model: torch.nn.Module) -> dict[int, Heads]:
     """The heads of the layers that store keys and values, by their numbers."""
     found = (layer.attention for layer in attention_layers(model) if not layer.reads)
     return {layer.layer_id: Heads(layer.tp_k_head_num, layer.qk_head_dim) for layer in found}
-
-
-def _keys_have_bias(attention: torch.nn.Module) -> bool:
-    """Whether the keys of an attention module have a bias."""
-    return any(
-        getattr(module, "bias", None) is not None
-        for name, module in attention.named_children()
-        if name == "k_proj" or isinstance(module, QKVParallelLinear)
-    )

@@ -15,11 +15,16 @@ from torch import Tensor
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.format import FORMAT_VERSION
 from torch_turboquant.integrations.engine import pages
-from torch_turboquant.integrations.engine.centers import LayerConstants, find_file
+from torch_turboquant.integrations.engine.centers import (
+    LayerConstants,
+    check_biased_keys,
+    find_file,
+)
+from torch_turboquant.integrations.engine.limits import refuse
+from torch_turboquant.integrations.engine.settings import NO_CENTERS
 from torch_turboquant.integrations.sglang import limits
 from torch_turboquant.integrations.sglang.arguments import chosen
 from torch_turboquant.integrations.sglang.settings import (
-    NO_CENTERS,
     backends_of,
     given_settings,
     is_ours,
@@ -217,13 +222,8 @@ class Plan:
 
     def check_biased_keys(self, layer: int) -> None:
         """Raises unless a layer whose keys have a bias has centers, or none are wanted."""
-        bits = self.configs[layer].key_bits
-        if bits < 8 and self.constants is None and self.settings.centers != NO_CENTERS:
-            raise ValueError(
-                f"torch_turboquant: the keys of layer {layer} have a bias, which {bits}-bit keys "
-                "do not carry without centers: make a file of them with torch_turboquant calibrate "
-                'MODEL TEXT, choose a preset with 8-bit keys, or set "centers" to "none"'
-            )
+        if self.constants is None and self.settings.centers != NO_CENTERS:
+            check_biased_keys(layer, self.configs[layer].key_bits)
 
     def start_up_line(self, tokens: int, requests: int, sliding_tokens: int = 0) -> str:
         """What the log says of this rank's cache, once.

@@ -16,14 +16,11 @@ from torch_turboquant.integrations.engine.settings import KEY, EngineSettings, r
 
 NAME = "turboquant"
 BACKEND_NAMES = (NAME, *(f"{NAME}:{preset}" for preset in (*PRESETS, *NAMED_PRESETS)))
-NO_CENTERS = "none"
 
 
 @dataclass(frozen=True)
 class Settings(EngineSettings):
     """The settings of one engine. Each field is a key of the object "turboquant".
-
-    `centers` may also be "none": no file is looked for.
 
     Raises:
         TypeError: a value of another type.

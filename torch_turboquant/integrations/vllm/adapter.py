@@ -11,6 +11,7 @@ itself, because only the layer knows its number and so its preset.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -22,7 +23,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from torch_turboquant.config import NAMED_PRESETS, PRESETS
-from torch_turboquant.integrations.engine import pages
+from torch_turboquant.integrations.engine import centers, pages
 from torch_turboquant.integrations.vllm.choice import MODULE, OWN_NAME
 from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX
 from torch_turboquant.integrations.vllm.versions import find_interface
@@ -86,6 +87,28 @@ def _register_dtypes() -> None:
         name = DTYPE_PREFIX + preset.replace("-", "_")
         if not cache.is_known_kv_cache_dtype(name):
             cache.register_kv_cache_dtype(name)(Handler)
+
+
+# ---- the model around a layer
+
+
+def keys_have_bias(layer: torch.nn.Module) -> bool:
+    """Whether the module around an attention layer gives keys a bias; False where there is none.
+
+    Must be called while vLLM loads the model: only who loads it has it, and no layer knows what is
+    around it.
+    """
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        model = frame.f_locals.get("model")
+        loads = frame.f_globals["__name__"].startswith("vllm.model_executor.model_loader.")
+        if loads and isinstance(model, torch.nn.Module):
+            around = (m for m in model.modules() if any(one is layer for one in m.children()))
+            return any(centers.keys_have_bias(module, QKVParallelLinear) for module in around)
+        frame = frame.f_back
+    return False
 
 
 # ---- the bytes and the shape of a page

@@ -421,6 +421,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         """Makes the tables of a layer that has keys and values."""
         self.index = self.plan.index(name, self.drafts)
         self.config: CacheConfig = self.plan.config(self.index, self.head_size)
+        self.plan.check_bias(self.index, self.config, lambda: adapter.keys_have_bias(self.layer))
         self.tables: CacheTables = self.plan.tables(self.index, self.config, self.num_kv_heads)
         keep_while_asleep(self.layer, **self.tables._asdict())
         self.learns = self.plan.learns(self.index)

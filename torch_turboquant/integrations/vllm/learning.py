@@ -63,7 +63,9 @@ class Learning:
         if count < LEAST or m.max_query_len <= longest_in_graphs:
             return (
                 f"TurboQuant: the first prompt was too short to learn centers from ({count} tokens "
-                f"count, at least {LEAST} must), so that keys have none: give a file of centers"
+                f"count, at least {LEAST} must), so that keys have none until vLLM starts again. "
+                "Give a file of centers, or let the first prompt have "
+                f"{SINKS + LEAST} tokens or more"
             )
         self.tokens = torch.cat(kept).to(m.query_start_loc.device)
         return f"TurboQuant: centers are the mean keys of the first prompt's {count} tokens"

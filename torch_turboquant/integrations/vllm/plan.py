@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,12 @@ from vllm.distributed import (
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.format import FORMAT_VERSION
 from torch_turboquant.integrations.engine import pages
-from torch_turboquant.integrations.engine.centers import LayerConstants, find_file
+from torch_turboquant.integrations.engine.centers import (
+    LayerConstants,
+    check_biased_keys,
+    find_file,
+)
+from torch_turboquant.integrations.engine.settings import NO_CENTERS
 from torch_turboquant.integrations.vllm import adapter, choice, limits
 from torch_turboquant.integrations.vllm.learning import Learning
 from torch_turboquant.integrations.vllm.settings import parse
@@ -69,13 +74,14 @@ class Plan:
         self.rank = get_tensor_model_parallel_rank()
         file, given = None, self.settings.centers
         makes_it = self.settings.calibrate and given is None  # the one beside the model, anew
-        if not self.is_draft and not self.latents and not makes_it:
+        may_have = not self.is_draft and not self.latents and given != NO_CENTERS
+        if may_have and not makes_it:
             file = find_file(model.model, given)
         if file is not None:
             ranks = get_tensor_model_parallel_world_size()
             self.constants = LayerConstants.of(file, model.hf_config, self.rank, ranks)
-        learns = self.settings.learn and not self.is_draft and not self.latents
-        self.learning = self.engine.learning if learns and file is None else None
+        learns = may_have and self.settings.learn and file is None
+        self.learning = self.engine.learning if learns else None
         if self.learning is not None:
             limits.check_learning(vllm_config)
         self._told = False
@@ -147,6 +153,16 @@ class Plan:
     def learns(self, layer: int) -> bool:
         """Whether the center of a layer is learned from the first prompt."""
         return self.learning is not None and not self._is_drafting(layer)
+
+    def check_bias(self, layer: int, config: CacheConfig, has_bias: Callable[[], bool]) -> None:
+        """Raises ValueError for a layer whose keys have a bias and will get no center, unless none
+        is wanted. Layers that draft have none either, and only lose drafts.
+
+        has_bias: whether its keys have one, which is asked where it matters.
+        """
+        will_have = self.constants is not None or self.learns(layer) or self._is_drafting(layer)
+        if not will_have and self.settings.centers != NO_CENTERS and has_bias():
+            check_biased_keys(layer, config.key_bits, 'set "learn" to true, ')
 
     def tables(self, layer: int, config: CacheConfig, kv_heads: int) -> CacheTables:
         """The constants of a layer, on the device, whose addresses stay."""
