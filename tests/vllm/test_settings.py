@@ -204,6 +204,12 @@ def test_what_engines_may_be():
     [
         ({"cache_calculate_kv_scales": True}, NEW, {}, "calculate_kv_scales has no meaning"),
         (
+            {"cache_kv_cache_dtype_skip_layers": ["0"]},
+            OLD,
+            {},
+            'leave it out, and give layers presets of their own, such as "layers": {"0": "k8v8"}',
+        ),
+        (
             {"parallel_decode_context_parallel_size": 2},
             NEW,
             {},

@@ -120,6 +120,7 @@ def test_block_sizes(folder):
         # vLLM 0.33 itself refuses fp8 on most CPUs.
         ({}, {"kv_cache_dtype": "fp8"}, "pass --kv-cache-dtype bfloat16|fp8 is not supported by"),
         ({}, {"block_size": 24}, "block size|block_size"),
+        ({}, {"kv_cache_dtype_skip_layers": ["0"]}, "give layers presets of their own"),
         pytest.param(
             *({}, {"attention_backend": "CPU_ATTN"}, "pass --attention-backend CUSTOM"),
             marks=pytest.mark.skipif(ON_GPU, reason="a name of CPUs"),

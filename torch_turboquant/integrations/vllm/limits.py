@@ -145,6 +145,12 @@ def check_engine(vllm_config: Any, interface: Interface, settings: Settings) -> 
     found = []
     if getattr(cache, "calculate_kv_scales", False):
         found.append("calculate_kv_scales has no meaning for packed pages: leave it out")
+    if getattr(cache, "kv_cache_dtype_skip_layers", None):
+        found.append(
+            "--kv-cache-dtype-skip-layers has no meaning for packed pages, which all layers have: "
+            "leave it out, and give layers presets of their own, such as "
+            '"layers": {"0": "k8v8"}'
+        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
