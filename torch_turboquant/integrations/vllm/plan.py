@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import vllm
 from torch import Tensor
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
@@ -26,6 +27,7 @@ from torch_turboquant.integrations.vllm import adapter, choice, limits
 from torch_turboquant.integrations.vllm.learning import Learning
 from torch_turboquant.integrations.vllm.settings import parse
 from torch_turboquant.integrations.vllm.sizes import needs_of, share, target_of
+from torch_turboquant.integrations.vllm.versions import untested
 from torch_turboquant.latent import LatentConfig, LatentTables, make_latent_tables, norm_center
 from torch_turboquant.tables import CacheTables, make_tables
 
@@ -178,7 +180,8 @@ class Plan:
         return make_latent_tables(config, layer, self.device, norm_center(norm))
 
     def tell(self, logger: Any, impl: Any, layers: dict[str, Any]) -> None:
-        """Logs the start-up line when vLLM asks what the first layer of the model needs."""
+        """Logs the start-up line when vLLM asks what the first layer of the model needs, and of a
+        version that has not been tested that it is one."""
         if self._told or self._is_drafting(impl.index) or self.rank:
             return
         self._told = True
@@ -191,6 +194,9 @@ class Plan:
         given = self.given(layers)
         stored = sum(given[name] * heads for name, (_, heads) in kept.items())
         logger.info(self.start_up_line(impl.dtype, [*kept.values()], stored))
+        said = untested(vllm.__version__)
+        if said:
+            logger.warning(said)
 
     def start_up_line(
         self,

@@ -31,6 +31,16 @@ INTERFACES = (
     Interface((0, 33), (0, 33), "backend", "layout", True, True, True),
 )
 
+TESTED = ("0.27.1", "0.32.0")
+"""The releases that the tests have run with, as they are installed."""
+
+
+def untested(version: str) -> str | None:
+    """What the log says of a version that is supported and not one of TESTED; None: nothing."""
+    if version.partition("+")[0] in TESTED:
+        return None
+    return f"TurboQuant: vLLM {version} has not been tested; tested: {', '.join(TESTED)}"
+
 
 def find_interface(version: str) -> Interface:
     """The interface of a version of vLLM, such as "0.32.0+cpu".
