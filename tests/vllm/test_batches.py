@@ -29,7 +29,7 @@ from tests.vllm.steps import (
     vllm_started,
 )
 from torch_turboquant.integrations.engine import prompts
-from torch_turboquant.integrations.vllm import limits
+from torch_turboquant.integrations.vllm import backend, choice, limits
 from torch_turboquant.integrations.vllm.backend import (
     TurboQuantBackend,
     TurboQuantImpl,
@@ -373,6 +373,60 @@ def test_short_chunks_and_windows_stay_with_the_pages(started):
         assert_right(*layer.run(steps, *tensors(steps, (8, 2)), **right))
 
 
+# ---- chunks of the context, which see nothing of each other (Llama 4)
+
+
+def chunks_of(steps, chunk):
+    """(sequence, first token, (tokens with the new ones, new ones)) of every chunk of a step."""
+    found = []
+    for s, (total, new) in enumerate(steps):
+        old = total - new
+        for first in range(old // chunk * chunk, total, chunk):
+            end = min(total, first + chunk)
+            found.append((s, first, (end - first, end - max(first, old))))
+    return found
+
+
+@pytest.mark.parametrize("by_flash", [False, True])
+@pytest.mark.parametrize(
+    "name", ["decode", "mixed", "fresh prompts", "a hit beside a fresh prompt"]
+)
+def test_chunks_of_the_context(started, name, by_flash):
+    """vLLM makes sequences of them, each with an exact first token of its own."""
+    from vllm.model_executor.layers.attention import chunked_local_attention as local
+
+    layer, steps, chunk = Layer(started({})), STEPS[name], 128
+    layer.builder.__class__ = local.create_chunked_local_attention_backend(
+        TurboQuantBackend, chunk
+    ).get_builder_cls()
+    if by_flash:
+        options = {"softmax_scale": layer.impl.scale}
+        layer.impl.prompt_attention = prompts.PromptAttention(flash_attention, options, 0)
+        layer.builder.splits_prompts = True
+        layer.builder.long_chunk, layer.builder.least_fresh = 32, 0
+    q, k, v = tensors(steps, (8, 2))
+    found, whole = layer.run(steps, q, k, v)
+
+    chunks = chunks_of(steps, chunk)
+    pieces = [(s, slice(first, first + total)) for s, first, (total, _) in chunks]
+    codes = [through_codes(k[s], v[s], "k5v4u", layer.number) for s in range(len(steps))]
+    right, _ = exact_attention(
+        q,
+        padded([codes[s][0][piece] for s, piece in pieces]),
+        padded([codes[s][1][piece] for s, piece in pieces]),
+        [total for _, _, (total, _) in chunks],
+        [new for _, _, (_, new) in chunks],
+        exact_k=padded([k[s][piece] for s, piece in pieces]),
+        exact_v=padded([v[s][piece] for s, piece in pieces]),
+        sinks=1,
+        own=True,
+    )
+    assert_right(found, right)
+    if name != "fresh prompts":
+        with pytest.raises(AssertionError):  # chunks are not the whole
+            assert_right(found, whole)
+
+
 # ---- what a step is made of
 
 
@@ -390,6 +444,32 @@ def parts_of(
         (part.first, part.end, len(part.seq_lens), part.longest, part.exact, part.by_flash)
         for part in layer.builder.build(0, layer.metadata(steps)).parts
     ]
+
+
+def test_tokens_of_earlier_steps_of_a_draft_model(started, monkeypatch):
+    """A draft model by itself begins with the token that the model has found, which vLLM's bounds
+    of lengths do not count."""
+    monkeypatch.setattr(backend, "are_for_drafts", lambda _: True)
+    model = started({}).model_config.model
+    drafts = {"method": "draft_model", "model": model, "num_speculative_tokens": 3}
+    layer = Layer(started({}, speculative_config=drafts))
+    layer.builder.splits_prompts = True
+    layer.builder.long_chunk, layer.builder.least_fresh = 512, 0
+    for steps, old in ([(1201, 601), (9, 2)], [600]), ([(601, 601)], []):
+        m = layer.metadata(steps)
+        m.seq_lens_cpu_upper_bound = m.seq_lens_cpu_upper_bound - 1
+        contexts = [c for part in layer.builder.build(0, m).parts for c in part.contexts]
+        assert [sum(one.tokens for one in c.segments) for c in contexts] == old
+
+
+@pytest.mark.parametrize(
+    ("method", "at_once", "tokens"),
+    [("draft_model", False, 1), ("draft_model", True, 5), ("eagle", False, 0), ("mtp", True, 4)],
+)
+def test_tokens_that_bounds_of_lengths_leave_out(method, at_once, tokens):
+    given = SimpleNamespace(method=method, parallel_drafting=at_once, num_speculative_tokens=5)
+    assert choice.tokens_left_out(given) == tokens
+    assert choice.tokens_left_out(None) == 0
 
 
 def test_most_steps_have_one_part(started):

@@ -157,6 +157,16 @@ def set_page_bytes(
     layer.get_kv_cache_spec = get_kv_cache_spec
 
 
+def longest_lengths(m: Any) -> torch.Tensor:
+    """Upper bounds of the lengths of a step's sequences, on the CPU.
+
+    To 0.29 chunks of sequences (Llama 4) have theirs beside the bounds of whole sequences.
+    """
+    exact: torch.Tensor | None = getattr(m, "_seq_lens_cpu", None)
+    bounds: torch.Tensor = m.seq_lens_cpu_upper_bound
+    return bounds if exact is None else exact
+
+
 class Pages(AttentionBackend):
     """The part of a backend that speaks of pages: [pages, kv_heads, page_size, bytes of a token].
 

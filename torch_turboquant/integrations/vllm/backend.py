@@ -213,6 +213,9 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         self.exact_steps, self.learning = plan.settings.exact_steps, plan.learning
         self.splits_prompts = current_platform.is_cuda()
         self.long_chunk, self.least_fresh = self.for_flash(vllm_config, device)
+        layers = vllm_config.compilation_config.static_forward_context
+        drafts = all(layers[name].impl.drafts for name in layer_names)
+        self.left_out = choice.tokens_left_out(vllm_config.speculative_config) if drafts else 0
 
     @staticmethod
     def for_flash(vllm_config: Any, device: torch.device) -> tuple[int, int]:
@@ -257,10 +260,9 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
         by_op = self._parts_of(m, (Alike(decodes, m.num_reqs, False),), decodes, firsts, new)
         if not self.splits_prompts:
             return by_op, by_op
-        # Exact for sequences that are still in their prompt, but for those of draft models, whose
-        # steps have a token more here than there.
-        lengths = m.seq_lens_cpu_upper_bound[: m.num_reqs].tolist()
-        old = [max(0, length - n) for length, n in zip(lengths, new, strict=True)]
+        # Upper bounds are exact for sequences that are still in their prompt.
+        lengths = adapter.longest_lengths(m)[: m.num_reqs].tolist()
+        old = [max(0, length + self.left_out - n) for length, n in zip(lengths, new, strict=True)]
         runs = runs_of_neighbours(new, old, self.long_chunk, decodes, self.least_fresh)
         if not any(run.by_flash for run in runs):
             return by_op, by_op

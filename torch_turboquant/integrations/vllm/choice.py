@@ -58,6 +58,19 @@ def let_drafts_follow(vllm_config: Any) -> None:
         speculative.attention_backend = chosen or vllm_config.attention_config.backend
 
 
+def tokens_left_out(speculative: Any) -> int:
+    """Tokens of a sequence that vLLM's upper bounds of lengths do not count in steps of drafts.
+
+    A draft model by itself begins with the token that the model has found last, and, where drafts
+    are made at once, with room for these; heads of EAGLE and MTP get the former in place of their
+    first token.
+    """
+    if speculative is None:
+        return 0
+    count = int(speculative.num_speculative_tokens) if speculative.parallel_drafting else 1
+    return count if speculative.method == "draft_model" else count - 1
+
+
 def __getattr__(name: str) -> Any:
     if name not in ("Backend", "OwnNameBackend"):
         raise AttributeError(name)
