@@ -8,6 +8,8 @@ sequence uses it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -81,6 +83,27 @@ def latent_page_parts(
     """
     records, rows = _parts(kv_cache, config, dtype, heads=1)
     return records, None if rows is None else rows.view(-1, 1, config.channels)
+
+
+def put_first_token(decoded: Sequence[Tensor], entry: Tensor) -> None:
+    """Puts the exact first token of a sequence in place of the one decoded from its pages.
+
+    Args:
+        decoded: keys and values [tokens, kv_heads, head_dim], from the first token on.
+        entry: [kv_heads, rows, 2, head_dim] of a tail (docs/format.md, section 9).
+    """
+    for kind, rows in enumerate(decoded):
+        rows[0] = entry[:, 0, kind]
+
+
+def put_first_latent(latents: Tensor, ropes: Tensor, entry: Tensor) -> None:
+    """As put_first_token.
+
+    Args:
+        latents, ropes: [tokens, latent_dim] and [tokens, rope_dim].
+        entry: [rows, latent_dim + rope_dim].
+    """
+    latents[0], ropes[0] = entry[0].split([latents.shape[1], ropes.shape[1]])
 
 
 def _parts(

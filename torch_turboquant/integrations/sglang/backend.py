@@ -33,8 +33,8 @@ from sglang.srt.layers.attention.verify_mask import VerifyMask, maybe_create_ver
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import Tensor
 
-from torch_turboquant.integrations.engine.limits import ELSEWHERE
-from torch_turboquant.integrations.engine.pages import page_parts
+from torch_turboquant.integrations.engine.limits import ELSEWHERE, refuse
+from torch_turboquant.integrations.engine.pages import page_parts, put_first_token
 from torch_turboquant.integrations.engine.prompts import PromptAttention
 from torch_turboquant.integrations.sglang import hooks, limits, prompts
 from torch_turboquant.integrations.sglang.layers import attention_layers
@@ -177,14 +177,14 @@ class TurboQuantBackend(AttentionBackend):
                 wrong += limits.wrong_reader(module, found.get(number))
             elif number in found:
                 wrong.append(f"several attentions store the keys of layer {number}: {ELSEWHERE}")
-            limits.refuse(wrong)
+            refuse(wrong)
             if reads:
                 continue
             found[number] = module
             if keys_have_bias:
                 self.plan.check_biased_keys(number)
         if not found:
-            limits.refuse([f"no attention is found in {type(model).__name__}: {ELSEWHERE}"])
+            refuse([f"no attention is found in {type(model).__name__}: {ELSEWHERE}"])
         return {number: self._layer(module, requests) for number, module in found.items()}
 
     def _layer(self, module: RadixAttention, requests: int) -> Layer:
@@ -193,7 +193,7 @@ class TurboQuantBackend(AttentionBackend):
         is_sliding = number in plan.sliding_layers
         pool = self.sliding_pool if is_sliding else self.pool
         assert pool is not None
-        pages, first_tokens = page_parts(pool.memory_of(number), config, plan.first_token)
+        pages, first_tokens = page_parts(pool.memory_of(number), config, plan.first_token_dtype)
         ring = None
         if self.window:
             shape = plan.ring_shape(number, requests)
@@ -456,9 +456,9 @@ class TurboQuantBackend(AttentionBackend):
         entry = tail.index_select(0, entries[sequence : sequence + 1])[0]  # [kv_heads, rows, 2, d]
         first = 0 if recent is None else max(recent.first, at)
         end = at + len(decoded[0])
+        if at == 0 and self.sinks:
+            put_first_token(decoded, entry)
         for kind, rows in enumerate(decoded):
-            if at == 0 and self.sinks:
-                rows[0] = entry[:, 0, kind]
             if recent is not None and first < end:
                 part = slice(first - recent.first, end - recent.first)
                 exact = entry[:, recent.entries[part], kind].transpose(0, 1)

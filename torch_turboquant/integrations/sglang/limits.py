@@ -277,11 +277,5 @@ def wrong_reader(layer: Any, source: Any | None) -> list[str]:
     return []
 
 
-def refuse(found: list[str]) -> None:
-    """Raises ValueError if anything was found."""
-    if found:
-        raise ValueError(f"torch_turboquant: {'; '.join(found)}")
-
-
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"

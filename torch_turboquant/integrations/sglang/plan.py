@@ -75,7 +75,7 @@ class Plan:
         from torch_turboquant.integrations.sglang import layers
 
         args, model = chosen(kvc.server_args), kvc.model_config
-        limits.refuse(limits.wrong_arguments(args) + limits.wrong_model(kvc, args))
+        refuse(limits.wrong_arguments(args) + limits.wrong_model(kvc, args))
         self.settings = parse(args.attention_backend, args.json_model_override_args)
         self.rank, self.ranks = get_parallel().attn_tp_rank, get_parallel().attn_tp_size
         self.page_size: int = kvc.page_size
@@ -99,7 +99,7 @@ class Plan:
             base = replace(base, recent_window=max(1, base.recent_window))
         total = int(model.num_hidden_layers)
         presets = dict(self.settings.layers)
-        limits.refuse(limits.wrong_layer_presets(presets, self.own_layers, total))
+        refuse(limits.wrong_layer_presets(presets, self.own_layers, total))
         configs = layer_configs(base, [0] * total, layer_presets=presets)
         self.configs = [
             replace(config, head_dim=self.heads(layer).channels)
@@ -115,7 +115,7 @@ class Plan:
             self.constants = LayerConstants.of(file, as_written(kvc), self.rank, self.ranks)
 
     @property
-    def first_token(self) -> torch.dtype | None:
+    def first_token_dtype(self) -> torch.dtype | None:
         """The dtype of exact first tokens in the pages; None: there are none."""
         return self.dtype if self.sinks else None
 
@@ -134,7 +134,7 @@ class Plan:
 
     def token_bytes(self, layer: int) -> int:
         """Bytes of a token and KV head in a layer's pages."""
-        return pages.bytes_per_token(self.configs[layer], self.page_size, self.first_token)
+        return pages.bytes_per_token(self.configs[layer], self.page_size, self.first_token_dtype)
 
     def asked(self, layers: Sequence[int]) -> int:
         """For how many layers SGLang wants pages where these have some: readers are among them."""

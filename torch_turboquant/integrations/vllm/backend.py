@@ -30,8 +30,13 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from torch_turboquant.config import CacheConfig
-from torch_turboquant.integrations.engine.limits import ELSEWHERE, wrong_dtype, wrong_head_dim
-from torch_turboquant.integrations.engine.pages import page_parts
+from torch_turboquant.integrations.engine.limits import (
+    ELSEWHERE,
+    refuse,
+    wrong_dtype,
+    wrong_head_dim,
+)
+from torch_turboquant.integrations.engine.pages import page_parts, put_first_token
 from torch_turboquant.integrations.engine.prompts import (
     Alike,
     Context,
@@ -387,8 +392,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             attn_type,
             extra,
         )
-        if wrong:
-            raise ValueError(f"torch_turboquant: {'; '.join(wrong)}")
+        refuse(wrong)
         self.plan: Plan = plan_of(self.vllm_config)
         self.drafts = are_for_drafts(self.vllm_config)
         self.index: int | None = None
@@ -466,7 +470,9 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             # vLLM gives drafts of Gemma 4 the keys of the model once both are loaded.
             self._read_those_of(target)
         self.config = replace(self.config, page_size=kv_cache.shape[2])
-        self.pages, self.first_tokens = page_parts(kv_cache, self.config, self.plan.first_token)
+        self.pages, self.first_tokens = page_parts(
+            kv_cache, self.config, self.plan.first_token_dtype
+        )
         self.store_arguments = store_constants(self.config, self.tables)
         self.attend_arguments = (*attend_constants(self.config, self.tables), self.scale)
         self.attend_options = (self.sliding_window, self.soft_cap, self.sink_logits)
@@ -579,8 +585,8 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             arguments = self.config, self.tables, tokens, query.dtype
             keys, values = cache_load(self.pages, row, length, *arguments)
             if at == 0 and self.first_tokens is not None:
-                token = self.first_tokens.index_select(0, row[:, 0])[0, :, 0]
-                keys[0, 0], values[0, 0] = token[:, 0], token[:, 1]
+                entry = self.first_tokens.index_select(0, row[:, 0])[0]
+                put_first_token((keys[0], values[0]), entry)
             return keys[0], values[0]
 
         self.prompt_attention.continued(query, key, value, out, starts, longest, contexts, load)

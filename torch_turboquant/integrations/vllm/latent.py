@@ -26,7 +26,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import MLAAttentionImpl
 
 from torch_turboquant.integrations.engine import pages
-from torch_turboquant.integrations.engine.limits import ELSEWHERE
+from torch_turboquant.integrations.engine.limits import ELSEWHERE, refuse
 from torch_turboquant.integrations.vllm import adapter, choice, limits
 from torch_turboquant.integrations.vllm.backend import (
     Part,
@@ -197,8 +197,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
             indexer,
             extra,
         )
-        if wrong:
-            raise ValueError(f"torch_turboquant: {'; '.join(wrong)}")
+        refuse(wrong)
         self.plan: Plan = plan_of(self.vllm_config)
         self.latent_norm: Any = None  # the module; adapter.py tells
         self.drafts = are_for_drafts(self.vllm_config)
@@ -248,7 +247,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
     def _bind(self, kv_cache: Tensor) -> None:
         """Finds the parts of pages in memory that vLLM has allocated, [pages, tokens, bytes]."""
         self.config = replace(self.config, page_size=kv_cache.shape[1])
-        parts = pages.latent_page_parts(kv_cache, self.config, self.plan.first_token)
+        parts = pages.latent_page_parts(kv_cache, self.config, self.plan.first_token_dtype)
         self.pages, self.first_tokens = parts
         self.bound = kv_cache
 
@@ -355,8 +354,8 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
             arguments = self.config, self.tables, tokens, q.dtype
             (old,), (old_rope,) = mla_load(self.pages, row, length, *arguments)
             if at == 0 and self.first_tokens is not None:
-                first = self.first_tokens.index_select(0, row[:, 0])[0, 0]
-                old[0], old_rope[0] = first.split([self.latent_dim, self.rope_dim])
+                entry = self.first_tokens.index_select(0, row[:, 0])[0]
+                pages.put_first_latent(old, old_rope, entry)
             return self._expand(old, old_rope)
 
         self.prompt_attention.continued(

@@ -13,7 +13,12 @@ import torch
 
 from torch_turboquant.config import PRESETS
 from torch_turboquant.format import LATENT_DIMS, ROPE_DIMS
-from torch_turboquant.integrations.engine.limits import ELSEWHERE, wrong_dtype, wrong_head_dim
+from torch_turboquant.integrations.engine.limits import (
+    ELSEWHERE,
+    refuse,
+    wrong_dtype,
+    wrong_head_dim,
+)
 from torch_turboquant.integrations.vllm.connectors import sharing, wrong_connectors
 from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX, Settings
 from torch_turboquant.integrations.vllm.versions import INTERFACES, Interface
@@ -171,8 +176,7 @@ def check_engine(vllm_config: Any, interface: Interface, settings: Settings) -> 
         found += _wrong_with_latents(model, interface, settings)
     if settings.calibrate and not model.enforce_eager:
         found.append("calibrate needs every step as it is: pass --enforce-eager")
-    if found:
-        raise ValueError(f"torch_turboquant: {'; '.join(found)}")
+    refuse(found)
 
 
 def _sees_pictures_both_ways(model: Any) -> bool:

@@ -69,7 +69,7 @@ class Plan:
             limits.keep_pages_to_attention(vllm_config.compilation_config)
         keeps = self.settings.first_token == "exact"
         self.dtype: torch.dtype = model.dtype
-        self.first_token: torch.dtype | None = model.dtype if keeps else None
+        self.first_token_dtype: torch.dtype | None = model.dtype if keeps else None
         self.is_draft = speculative is not None and model is speculative.draft_model_config
         self.device = torch.device(vllm_config.device_config.device)
         self.constants: LayerConstants | None = None
@@ -125,7 +125,7 @@ class Plan:
         Where a draft model is loaded, vLLM asks before its block size fits the backends, but only
         whether a layer has pages at all.
         """
-        return pages.bytes_per_token(config, self._page_tokens(), self.first_token)
+        return pages.bytes_per_token(config, self._page_tokens(), self.first_token_dtype)
 
     def settle_pages(self) -> None:
         """Remembers what pages were counted with, where a model of the engine is hybrid.
