@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -289,6 +290,50 @@ def message_contexts() -> list[Any]:
     import zmq
 
     return [found for found in gc.get_objects() if issubclass(type(found), zmq.Context)]
+
+
+def describe_around_graphs(loop: Loop, size: int) -> None:
+    """Decode steps are described as around CUDA graphs of so many sequences, without any graph.
+
+    SGLang's tables are empty while a graph would run, where SGLang may change them by then.
+    """
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+    backend = loop.backend
+    backend.init_cuda_graph_state(size, size)
+    describe = backend.init_forward_metadata
+    tables = [loop.scheduler.req_to_token_pool.req_to_token]
+    if hasattr(loop.pool, "full_to_swa_index_mapping"):
+        tables.append(loop.pool.full_to_swa_index_mapping)
+
+    def in_buffers(tensor: torch.Tensor, fill: int) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (0, size - len(tensor)), value=fill)
+
+    def as_around_graphs(batch: Any) -> None:
+        if not batch.forward_mode.is_decode():
+            describe(batch)
+            return
+        before = {
+            "batch_size": size,
+            "forward_mode": batch.forward_mode,
+            "req_pool_indices": in_buffers(batch.req_pool_indices, 0),
+            "seq_lens": in_buffers(batch.seq_lens, backend.get_cuda_graph_seq_len_fill_value()),
+            "out_cache_loc": batch.out_cache_loc,
+        }
+        inside = before | {"out_cache_loc": in_buffers(batch.out_cache_loc, 0)}
+        backend.init_forward_metadata_out_graph(SimpleNamespace(**before))
+        kept = [table.clone() for table in tables]
+        if not hasattr(AttentionBackend, "shared_read_ends"):
+            for table in tables:
+                table.zero_()
+        backend.init_forward_metadata_in_graph(SimpleNamespace(**inside))
+        for table, content in zip(tables, kept, strict=True):
+            table.copy_(content)
+        assert (backend.step.rows[batch.batch_size :] == -1).all()
+        assert (backend.step.slots[batch.batch_size :] == -1).all()
+        backend.step = backend.steps.part(backend.step, batch.batch_size)  # whose layers follow
+
+    backend.init_forward_metadata = as_around_graphs
 
 
 @contextmanager

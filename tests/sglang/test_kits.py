@@ -134,6 +134,9 @@ class KitBackend(TurboQuantBackend):
     def init_forward_metadata(self, batch):
         super().init_forward_metadata(Shifted(batch))
 
+    def init_forward_metadata_out_graph(self, batch, in_capture=False):
+        super().init_forward_metadata_out_graph(Shifted(batch), in_capture)
+
     def init_forward_metadata_in_graph(self, batch):
         super().init_forward_metadata_in_graph(Shifted(batch))
 

@@ -20,6 +20,7 @@ from tests.sglang.harness import (
     ON_GPU,
     check_prefixes,
     check_retraction,
+    describe_around_graphs,
     engine,
     in_32_bits,
     replay,
@@ -237,17 +238,7 @@ def test_decode_steps_as_graphs_describe_them(model, window):
     reference = Reference(gemma, PRESET, window=window)
     settings = {"preset": PRESET, "window": window}
     with engine(folder, settings, **OPTIONS, disable_cuda_graph=True) as loop:
-        backend = loop.backend
-        backend.init_cuda_graph_state(4, 4)
-        describe = backend.init_forward_metadata
-
-        def as_in_graphs(batch):
-            if not batch.forward_mode.is_decode():
-                return describe(batch)
-            backend.init_forward_metadata_out_graph(batch)
-            return backend.init_forward_metadata_in_graph(batch)
-
-        backend.init_forward_metadata = as_in_graphs
+        describe_around_graphs(loop, 4)
         reqs = [loop.add(p, tokens) for p, tokens in zip(PROMPTS[1:], (5, 9, TOKENS), strict=True)]
         loop.run()
         answers = [loop.answer(req) for req in reqs]

@@ -14,7 +14,15 @@ pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 import transformers
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
-from tests.sglang.harness import ON_GPU, check_prefixes, check_retraction, engine, replay, told
+from tests.sglang.harness import (
+    ON_GPU,
+    check_prefixes,
+    check_retraction,
+    describe_around_graphs,
+    engine,
+    replay,
+    told,
+)
 from tests.vllm.harness import prompt, randomise, save
 from tests.vllm.reference import Reference
 
@@ -77,6 +85,22 @@ def test_prompts_of_a_batch(model, window):
     assert "in a pool of 2 layers with sliding windows" in lines[0]
     for p, answer in zip(prompts, answers, strict=True):
         assert len(answer.tokens) == TOKENS
+        replay(reference, p, answer)
+
+
+@pytest.mark.parametrize("window", [0, 16])
+def test_decode_steps_as_graphs_describe_them(model, window, at_once):
+    """Which here are not recorded. Three of a graph's four sequences; then two and one."""
+    folder, mellum = model
+    reference = Reference(mellum, PRESET, window=window)
+    prompts = [prompt(n, seed=n) for n in (40, 33, 90)]
+    settings = {"preset": PRESET, "window": window}
+    with engine(folder, settings, dtype=DTYPE, disable_cuda_graph=True) as loop:
+        describe_around_graphs(loop, 4)
+        reqs = [loop.add(p, tokens) for p, tokens in zip(prompts, (5, 9, 40), strict=True)]
+        loop.run()
+        answers = [loop.answer(req) for req in reqs]
+    for p, answer in zip(prompts, answers, strict=True):
         replay(reference, p, answer)
 
 

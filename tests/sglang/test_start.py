@@ -494,6 +494,9 @@ def test_padding_of_a_graph_reads_and_stores_nothing():
     assert step.block_table[:2].tolist() == [[7, 8, 9], [2, 3, 4]]
     assert step.first_pages.tolist() == [7, 2, 0, 0]
     assert addresses == [getattr(step, name).data_ptr() for name in ("rows", "seq_lens", "slots")]
+    memory.slots.fill_(99)  # before a graph SGLang has slots of the batch alone
+    steps.fill(step, batch([3, 5, 0, 0], [70, 10, 1, 1], [64 * 7 + 69, 64 * 2 + 9]))
+    assert memory.slots.tolist() == [64 * 7 + 69, 64 * 2 + 9, -1, -1, *[99] * 4]
     alone = steps.decode(batch([3, 5], [70, 10], [64 * 7 + 69, 64 * 2 + 9]))
     for name in ("rows", "seq_lens", "slots", "block_table", "first_pages"):
         assert torch.equal(getattr(alone, name), getattr(step, name)[:2])

@@ -117,6 +117,10 @@ class TurboQuantBackend(AttentionBackend):
     """
 
     needs_cpu_seq_lens = False  # lengths are read on the device
+    fills_in_graphs = hasattr(AttentionBackend, "shared_read_ends")
+    """Whether SGLang lets a graph read its tables to the end of init_forward_metadata_in_graph,
+    before it changes them for the next step. Before 0.5.18 it waits for what runs before a graph
+    only."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
@@ -275,7 +279,8 @@ class TurboQuantBackend(AttentionBackend):
         """Nothing of a step depends on which tokens the drafts are."""
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Chooses the part of that memory which belongs to a batch size."""
+        """Chooses the part of that memory which belongs to a batch size, and fills it where graphs
+        must not."""
         self.kept.clear()
         mode = forward_batch.forward_mode
         if not (mode.is_decode_or_idle() or (mode.is_target_verify() and self.steps.drafts)):
@@ -285,11 +290,14 @@ class TurboQuantBackend(AttentionBackend):
             )
         assert self.graph_step is not None
         self.step = self.steps.part(self.graph_step, forward_batch.batch_size)
+        if not self.fills_in_graphs:
+            self.steps.fill(self.step, forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Fills it; recorded in the graph and replayed with it."""
         assert self.step is not None
-        self.steps.fill(self.step, forward_batch)
+        if self.fills_in_graphs:
+            self.steps.fill(self.step, forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Of rows behind the batch, which `fill` takes for padding whatever their length."""

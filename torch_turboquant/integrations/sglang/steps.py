@@ -8,10 +8,11 @@ Where layers with sliding windows have a pool of their own, a token has another 
 keeps a table of them, which gives slot 0, of nobody's page, for tokens that no window reaches any
 more. `Step.sliding` is the step as these layers see it.
 
-Decode steps run in CUDA graphs. `Steps.fill` is recorded in them: it reads the row numbers, lengths
-and slots that SGLang has put into its buffers, and writes into tensors that never move. Rows behind
-the batch have number 0, which no request has: their length becomes 0 and their slot -1, so that
-nothing is read or stored for them.
+Decode steps run in CUDA graphs. `Steps.fill` is recorded in them, or runs before them where SGLang
+changes its tables as soon as a graph begins: it reads the row numbers, lengths and slots that
+SGLang has put into its buffers, and writes into tensors that never move. Rows behind the batch have
+number 0, which no request has: their length becomes 0 and their slot -1, so that nothing is read or
+stored for them.
 
 With speculative decoding, a decode step checks a chain of drafts: the last token of the answer and
 as many guesses behind it, of which SGLang keeps those that turn out right. Lengths in its batch are
@@ -140,7 +141,8 @@ class Steps:
 
     def fill(self, step: Step, batch: Any) -> None:
         """Describes a decode step in place. Nothing waits for the device, nothing is allocated that
-        stays, and all shapes are those of the step: a CUDA graph may record it."""
+        stays, and all shapes are those of the step: a CUDA graph may record it. Before a graph the
+        batch has no slots of the rows behind it."""
         rows, lengths, slots = batch.req_pool_indices, batch.seq_lens, batch.out_cache_loc
         alive = rows > 0
         if step.starts is not None:
@@ -148,8 +150,10 @@ class Steps:
             # padding has no tokens, which stands behind all sequences that have some
             step.starts[1:].copy_((alive * step.longest).cumsum(0))
         self._fill_sequences(step, rows, lengths)
-        by_sequence = step.slots.view(-1, step.longest)
-        torch.where(alive[:, None], slots.view_as(by_sequence), self.none, out=by_sequence)
+        by_sequence, slots = step.slots.view(-1, step.longest), slots.view(-1, step.longest)
+        n = len(slots)
+        torch.where(alive[:n, None], slots, self.none, out=by_sequence[:n])
+        by_sequence[n:] = -1
         if step.sliding is not None:
             step.sliding.slots.copy_(self._slots_of_sliding(step.slots))
 
