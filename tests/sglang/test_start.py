@@ -25,8 +25,10 @@ from torch_turboquant.integrations.sglang.steps import Rings, Steps
 from torch_turboquant.integrations.sglang.versions import TESTED, check_version
 
 DRAFTS = SimpleNamespace(kv_cache_dtype="auto", speculative_algorithm="NGRAM")
+GEMMA_3 = {"hf_config": SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"])}
 GEMMA_4 = {"hf_config": SimpleNamespace(architectures=["Gemma4ForCausalLM"])}
 BOTH_WAYS = SimpleNamespace(use_bidirectional_attention="vision")
+ONE_WAY = SimpleNamespace(use_bidirectional_attention=None)  # of smaller Gemma 4
 THEIR_BACKEND = {"speculative_draft_attention_backend": "triton"}
 
 
@@ -339,6 +341,10 @@ def test_two_backends_are_refused():
             {**GEMMA_4, "is_multimodal": True, "hf_text_config": BOTH_WAYS},
             "pictures whose tokens see each other are not .* enable_multimodal=False, which then",
         ),
+        (
+            {**GEMMA_3, "is_multimodal": True},
+            "pictures whose tokens see each other are not .* where --enable-multimodal is left out",
+        ),
         ({"head_dim": 100}, "head_dim is 100, supported in page records: .*: choose another"),
         ({"v_head_dim": 128}, "keys have 64 channels and values 128: choose another"),
         ({"is_generation": False}, "models that do not generate by a decoder"),
@@ -370,6 +376,18 @@ def test_models_that_are_refused(changes, text):
     kvc = SimpleNamespace(**kvc, model_config=SimpleNamespace(**model))
     (found,) = limits.wrong_model(kvc, args)
     assert re.search(text, found)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {**GEMMA_3, "is_multimodal": False},
+        {**GEMMA_4, "is_multimodal": False, "hf_text_config": BOTH_WAYS},
+        {**GEMMA_4, "is_multimodal": True, "hf_text_config": ONE_WAY},
+    ],
+)
+def test_models_without_pictures_that_are_seen_both_ways(model):
+    assert not limits.sees_pictures_both_ways(SimpleNamespace(**model))
 
 
 @pytest.mark.parametrize(

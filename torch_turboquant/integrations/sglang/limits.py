@@ -57,6 +57,9 @@ OWN_HEADS = (
 )
 """Models whose layers with sliding windows may have other heads than the others."""
 
+PICTURES_BOTH_WAYS = ("Gemma3ForConditionalGeneration",)
+"""Models whose pictures' tokens always see each other."""
+
 DRAFTING = ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE")
 """Algorithms of speculative decoding; NEXTN is another name for EAGLE."""
 
@@ -167,25 +170,27 @@ def wrong_model(kvc: Any, args: Any) -> list[str]:
     if sees_pictures_both_ways(model):
         found.append(
             "pictures whose tokens see each other are not supported: give the engine "
-            f"enable_multimodal=False, which then reads text alone, or {ELSEWHERE}"
+            "enable_multimodal=False, which then reads text alone (Gemma 3 does so where "
+            f"--enable-multimodal is left out), or {ELSEWHERE}"
         )
     wrong = wrong_dtype(dtype, on_cpu)
     return [*found, wrong] if wrong else found
 
 
 def sees_pictures_both_ways(model: Any) -> bool:
-    """Whether tokens of a picture are to see each other (larger Gemma 4). With a backend that it
-    does not know SGLang only logs that they do not.
+    """Whether tokens of a picture are to see each other (Gemma 3, larger Gemma 4). With a backend
+    that it does not know SGLang logs at most that they do not.
 
     Args:
         model: SGLang's ModelConfig.
     """
-    if (
-        not getattr(model, "is_multimodal", False)
-        or model.hf_config.architectures[0] not in OWN_HEADS
-    ):
+    name = model.hf_config.architectures[0]
+    if not getattr(model, "is_multimodal", False):
         return False
-    return getattr(model.hf_text_config, "use_bidirectional_attention", None) == "vision"
+    if name in PICTURES_BOTH_WAYS:
+        return True
+    text = model.hf_text_config if name in OWN_HEADS else None
+    return getattr(text, "use_bidirectional_attention", None) == "vision"
 
 
 def wrong_pools(kvc: Any, args: Any) -> list[str]:
