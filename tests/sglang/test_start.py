@@ -108,6 +108,19 @@ def test_versions():
             check_version(version)
 
 
+def test_versions_that_have_not_been_tested(folder, monkeypatch):
+    said = {}
+    for version in (TESTED[-1], f"{TESTED[0]}+cu130", "0.5.99"):
+        monkeypatch.setattr(sglang, "__version__", version)
+        with told() as lines, engine(folder):
+            said[version] = [line for line in lines if "has not been tested" in line]
+    (line,) = said.pop("0.5.99")
+    assert line.startswith(
+        f"torch_turboquant: SGLang 0.5.99 has not been tested; tested: {TESTED[0]}"
+    )
+    assert not any(said.values())
+
+
 def test_names_of_the_backend():
     load_plugins()
     assert {"turboquant", "turboquant:k5v4u", "turboquant:balanced"} <= {*ATTENTION_BACKEND_CHOICES}

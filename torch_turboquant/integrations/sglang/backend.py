@@ -41,6 +41,7 @@ from torch_turboquant.integrations.sglang.layers import attention_layers
 from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool, pages_of
 from torch_turboquant.integrations.sglang.prompts import Recent, Run
 from torch_turboquant.integrations.sglang.steps import Rings, Step, Steps
+from torch_turboquant.integrations.sglang.versions import untested
 from torch_turboquant.ops.attention import attend_constants, step_constants
 from torch_turboquant.ops.cache import cache_load, store_constants
 
@@ -168,6 +169,9 @@ class TurboQuantBackend(AttentionBackend):
         if self.plan.rank == 0:
             sliding_tokens = 0 if sliding is None else sliding.size
             logger.info(self.plan.start_up_line(pool.size, rows.size, sliding_tokens))
+            warning = untested(sglang.__version__)
+            if warning is not None:
+                logger.warning(warning)
 
     # ---- what stays
 

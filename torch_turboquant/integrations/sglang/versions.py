@@ -25,6 +25,20 @@ def wrong_version(version: str) -> str | None:
     )
 
 
+def untested(version: str) -> str | None:
+    """What the log says at start of a version of SGLang that no test has run with; None: one has.
+
+    Args:
+        version: one that is not wrong, with or without the name of a build ("0.5.23+cu130").
+    """
+    if version.partition("+")[0] in TESTED:
+        return None
+    return (
+        f"torch_turboquant: SGLang {version} has not been tested; tested: {', '.join(TESTED)}. "
+        "If answers look wrong, install one of these"
+    )
+
+
 def check_version(version: str) -> None:
     """Raises ImportError for a version that this plug-in does not know."""
     wrong = wrong_version(version)
