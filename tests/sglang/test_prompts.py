@@ -14,7 +14,7 @@ from tests.vllm.harness import prompt, save_llama
 from tests.vllm.reference import Reference
 from torch_turboquant.integrations.engine import prompts as of_engines
 from torch_turboquant.integrations.sglang import prompts
-from torch_turboquant.integrations.sglang.steps import Rings
+from torch_turboquant.integrations.sglang.steps import DeviceRings
 
 TOKENS = 8
 WINDOW = 24
@@ -157,7 +157,9 @@ def test_what_a_ring_holds(sinks, old):
     """Against a ring that tokens have been put into one by one since position `since`."""
     ring, since, row = 8, 4, 2
     generations = torch.zeros(3, dtype=torch.int64)
-    rings = Rings(SimpleNamespace(req_generation=generations), sinks, ring, torch.device("cpu"))
+    rings = DeviceRings(
+        SimpleNamespace(req_generation=generations), sinks, ring, torch.device("cpu")
+    )
     rings.valid[row, 1] = since
     held = {}
     for position in range(max(since, sinks), old):
@@ -182,7 +184,7 @@ class NumbersOnTheHost(TorchDispatchMode):
 
 def test_the_host_does_not_wait_for_a_ring():
     generations = torch.zeros(3, dtype=torch.int64)
-    rings = Rings(SimpleNamespace(req_generation=generations), 1, 8, torch.device("cpu"))
+    rings = DeviceRings(SimpleNamespace(req_generation=generations), 1, 8, torch.device("cpu"))
     (run,) = prompts.runs_of([600, 700], [30, 9], 512, "cpu")
     with NumbersOnTheHost():
         rings.seen_by(run, torch.tensor([2, 1]), [30, 9])

@@ -21,7 +21,7 @@ from tests.vllm.harness import prompt, save_llama
 from torch_turboquant.integrations.sglang import hooks, limits, register
 from torch_turboquant.integrations.sglang.plan import MOST_REQUESTS, Plan
 from torch_turboquant.integrations.sglang.settings import Settings, parse
-from torch_turboquant.integrations.sglang.steps import Rings, Steps
+from torch_turboquant.integrations.sglang.steps import DeviceRings, Steps
 from torch_turboquant.integrations.sglang.versions import TESTED, check_version
 
 DRAFTS = SimpleNamespace(kv_cache_dtype="auto", speculative_algorithm="NGRAM")
@@ -541,7 +541,7 @@ def extend(rows, prefix):
 
 def test_rings_know_whose_they_are():
     pool = SimpleNamespace(req_generation=torch.zeros(5, dtype=torch.int64))
-    rings = Rings(pool, 1, 64, torch.device("cpu"))
+    rings = DeviceRings(pool, 1, 64, torch.device("cpu"))
 
     def see(rows, prefix, new=()):
         for row in new:

@@ -40,7 +40,7 @@ from torch_turboquant.integrations.sglang import hooks, limits, prompts
 from torch_turboquant.integrations.sglang.layers import attention_layers
 from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool, pages_of
 from torch_turboquant.integrations.sglang.prompts import Recent, Run
-from torch_turboquant.integrations.sglang.steps import Rings, Step, Steps
+from torch_turboquant.integrations.sglang.steps import DeviceRings, Step, Steps
 from torch_turboquant.integrations.sglang.versions import untested
 from torch_turboquant.ops.attention import attend_constants, step_constants
 from torch_turboquant.ops.cache import cache_load, store_constants
@@ -60,7 +60,7 @@ class Past(NamedTuple):
     entries: Tensor
     """int64 [sequences]: 0, 1, 2, ...; -1: padding."""
     valid: Tensor
-    """int32 [sequences, 2], as Rings.valid."""
+    """int32 [sequences, 2], as DeviceRings.valid."""
 
     def of_run(self, run: Run) -> Past:
         """That of the sequences of a run."""
@@ -158,9 +158,9 @@ class TurboQuantBackend(AttentionBackend):
         self.long_chunk: int | None = None
         if prompts.flash_attention(channels, self.plan.device) is not None:
             self.long_chunk = prompts.long_chunk(self.plan.q_heads, self.plan.device)
-        self.rings: Rings | None = None
+        self.rings: DeviceRings | None = None
         if self.window:
-            self.rings = Rings(rows, self.sinks, self.plan.ring, self.plan.device)
+            self.rings = DeviceRings(rows, self.sinks, self.plan.ring, self.plan.device)
         self.layers = self._bind(runner.model, rows.size)
         self.step: Step | None = None
         self.kept: dict[int, Kept] = {}  # of this step, by the number of the layer

@@ -128,7 +128,7 @@ class Plan:
         return self.own_heads.get(layer) or Heads(self.kv_heads, self.head_dim)
 
     @property
-    def layers(self) -> int:
+    def num_layers(self) -> int:
         """How many layers have pages."""
         return len(self.own_layers)
 
@@ -255,9 +255,9 @@ class Plan:
             )
         return (
             f"TurboQuant: {self.settings.presets}, "
-            f"{self.bytes_per_token / self.layers:,.0f} bytes per token and layer on this rank; "
-            f"{tokens:,} tokens fit{sliding}, {plain / self.bytes_per_token:.2f} times those of "
-            f"{str(self.dtype).removeprefix('torch.')} in as many bytes.{shared}{tails} "
+            f"{self.bytes_per_token / self.num_layers:,.0f} bytes per token and layer on this "
+            f"rank; {tokens:,} tokens fit{sliding}, {plain / self.bytes_per_token:.2f} times those "
+            f"of {str(self.dtype).removeprefix('torch.')} in as many bytes.{shared}{tails} "
             f"Centers: {centers}; seed {self.settings.seed}; format {FORMAT_VERSION}"
         )
 

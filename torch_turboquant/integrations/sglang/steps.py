@@ -19,7 +19,7 @@ as many guesses behind it, of which SGLang keeps those that turn out right. Leng
 those without the chain.
 
 The exact tail belongs to the row. Which positions its ring holds changes with prompts only, since a
-ring is never shorter than the window: `Rings` keeps the first one of each row on the device.
+ring is never shorter than the window: `DeviceRings` keeps the first one of each row on the device.
 """
 
 from __future__ import annotations
@@ -183,7 +183,9 @@ class Steps:
         self.fill(step, batch)
         return step
 
-    def extend(self, batch: Any, long_chunk: int | None = None, rings: Rings | None = None) -> Step:
+    def extend(
+        self, batch: Any, long_chunk: int | None = None, rings: DeviceRings | None = None
+    ) -> Step:
         """A step of prompts and their continuations, with decoding sequences among them.
 
         Args:
@@ -229,7 +231,7 @@ class Steps:
         return torch.stack([values[index].long(), step.first_pages[index].long()])
 
 
-class Rings:
+class DeviceRings:
     """Since which position the ring of every row holds the tokens of its request.
 
     A request keeps its row from its first chunk to its end. `req_generation`, which SGLang counts
