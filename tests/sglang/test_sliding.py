@@ -299,6 +299,17 @@ def gpt_oss(tmp_path_factory):
     return folder, model
 
 
+def check_sinks(model):
+    """No call converts them, and those of later weights are at the same place."""
+    name = "model.layers.1.self_attn.sinks"
+    sinks = model.get_parameter(name)
+    assert sinks.dtype == torch.float32
+    address = sinks.data_ptr()
+    model.load_weights([(name, torch.arange(4, dtype=torch.bfloat16))])
+    assert model.get_parameter(name).tolist() == [0, 1, 2, 3]
+    assert model.get_parameter(name).data_ptr() == address
+
+
 def test_gpt_oss(gpt_oss):
     folder, model = gpt_oss
     reference = Reference(model, "k8v8", window=16)
@@ -307,6 +318,7 @@ def test_gpt_oss(gpt_oss):
     with engine(folder, settings, dtype=DTYPE, chunked_prefill_size=64) as loop:
         assert loop.pool.swa_kv_pool.layers == (0, 2)
         answers = loop.generate(prompts, TOKENS)
+        check_sinks(loop.scheduler.tp_worker.model_runner.model)
     for p, answer in zip(prompts, answers, strict=True):
         replay(reference, p, answer)
     sinks = [layer.self_attn.sinks for layer in model.model.layers]

@@ -37,7 +37,7 @@ from torch_turboquant.integrations.engine.limits import ELSEWHERE, refuse
 from torch_turboquant.integrations.engine.pages import page_parts, put_first_token
 from torch_turboquant.integrations.engine.prompts import PromptAttention
 from torch_turboquant.integrations.sglang import hooks, limits, prompts
-from torch_turboquant.integrations.sglang.layers import attention_layers
+from torch_turboquant.integrations.sglang.layers import attention_layers, widen_sinks
 from torch_turboquant.integrations.sglang.pool import TurboQuantKVPool, pages_of
 from torch_turboquant.integrations.sglang.prompts import Recent, Run
 from torch_turboquant.integrations.sglang.steps import DeviceRings, Step, Steps
@@ -161,6 +161,7 @@ class TurboQuantBackend(AttentionBackend):
         self.rings: DeviceRings | None = None
         if self.window:
             self.rings = DeviceRings(rows, self.sinks, self.plan.ring, self.plan.device)
+        widen_sinks(runner.model)
         self.layers = self._bind(runner.model, rows.size)
         self.step: Step | None = None
         self.kept: dict[int, Kept] = {}  # of this step, by the number of the layer

@@ -18,6 +18,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from torch_turboquant.integrations.engine.centers import keys_have_bias
 from torch_turboquant.integrations.sglang.plan import Heads
 
+SINKS = ("sinks", "attention_sink_bias")
+"""What SGLang's models call learned sinks, in the module around an attention."""
+
 
 class AttentionLayer(NamedTuple):
     """One attention of a model."""
@@ -59,3 +62,16 @@ def heads_of(model: torch.nn.Module) -> dict[int, Heads]:
     """The heads of the layers that store keys and values, by their numbers."""
     found = (layer.attention for layer in attention_layers(model) if not layer.reads)
     return {layer.layer_id: Heads(layer.tp_k_head_num, layer.qk_head_dim) for layer in found}
+
+
+def widen_sinks(model: torch.nn.Module) -> None:
+    """Puts learned sinks into float32, as the ops take them, so that no call has to.
+
+    They stay the model's parameters: what SGLang loads later is copied into them.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, RadixAttention):
+            around = model.get_submodule(name.rpartition(".")[0])
+            for sinks in (getattr(around, attribute, None) for attribute in SINKS):
+                if isinstance(sinks, torch.nn.Parameter):
+                    sinks.data = sinks.data.float()
