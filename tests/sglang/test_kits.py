@@ -100,6 +100,9 @@ class Shifted:
 
 
 class KitBackend(TurboQuantBackend):
+    outputs_of_graphs = 0
+    """Calls that wrote into memory of SGLang's."""
+
     def __init__(self, runner):
         pool, config, theirs = (
             runner.token_to_kv_pool,
@@ -130,6 +133,13 @@ class KitBackend(TurboQuantBackend):
             spec_algorithm=SpeculativeAlgorithm.NONE,
         )
         super().__init__(ours)
+
+    def forward_extend(self, q, k, v, layer, batch, *more, **options):
+        out = super().forward_extend(q, k, v, layer, batch, *more, **options)
+        if batch._attn_output is not None:  # else SGLang would copy
+            assert out.data_ptr() == batch._attn_output.data_ptr()
+            KitBackend.outputs_of_graphs += 1
+        return out
 
     def init_forward_metadata(self, batch):
         super().init_forward_metadata(Shifted(batch))
@@ -218,7 +228,10 @@ def test_decode_steps_around_graphs(case):
 @pytest.mark.parametrize("case", EXTENDS, ids=named)
 def test_prompts_between_graphs(case, padding, breakable):
     size = {"static_num_tokens": case.num_input_tokens + padding, "breakable": breakable}
+    before = KitBackend.outputs_of_graphs
     split.run_dense_split_op_extend_case(unittest.TestCase(), case, **SIZES, **size)
+    if padding or breakable:  # elsewhere newer versions have none
+        assert KitBackend.outputs_of_graphs > before
 
 
 @pytest.fixture

@@ -331,7 +331,7 @@ class TurboQuantBackend(AttentionBackend):
         """Stores one token of each sequence, and attends."""
         bound, step = self._bound(layer)
         sinks = self._options(layer, k, save_kv_cache, options)
-        q, out = self._queries(q, layer)
+        q, out = self._queries(q, layer, forward_batch)
         if k is None:
             kept = self.kept[layer.layer_id]
             _attend(*self._arguments(bound, step, q, sinks), kept.k, kept.v, out=out)
@@ -357,7 +357,7 @@ class TurboQuantBackend(AttentionBackend):
         """Attends from chunks of prompts, and stores them; with drafts it stores first."""
         bound, step = self._bound(layer)
         sinks = self._options(layer, k, save_kv_cache, options)
-        q, out = self._queries(q, layer)
+        q, out = self._queries(q, layer, forward_batch)
         if step.checks_drafts:
             if k is not None:
                 new = self._new(layer, k, v)
@@ -503,9 +503,16 @@ class TurboQuantBackend(AttentionBackend):
         bound.first_tokens.squeeze(2).index_copy_(0, pages, row)
 
     @staticmethod
-    def _queries(q: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
-        """The queries [tokens, q_heads, head_dim], and memory for what comes out."""
+    def _queries(q: Tensor, layer: Any, forward_batch: Any) -> tuple[Tensor, Tensor]:
+        """The queries [tokens, q_heads, head_dim], and memory for what comes out.
+
+        In its graphs around the attention of prompts SGLang has some, into which it would copy.
+        """
         q = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        out = getattr(forward_batch, "_attn_output", None)
+        fits = out is not None and out.dtype == q.dtype and out.numel() == q.numel()
+        if fits and out.is_contiguous():
+            return q, out.view(q.shape)
         return q, torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def _arguments(
