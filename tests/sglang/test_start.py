@@ -2,14 +2,17 @@
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make sglang")
 
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.plugins import load_plugins
@@ -243,6 +246,34 @@ def test_the_engine_counts_exact_tails(folder):
         assert f"{tokens[window]:,} tokens fit" in lines[0]
         assert ("Exact tails: the last 64 tokens of 4 requests" in lines[0]) == (window > 0)
     assert tokens[64] < tokens[0]
+
+
+class Saver(TorchFunctionMode):
+    """A memory saver that notes what is made for the cache."""
+
+    enabled = False
+
+    def __init__(self):
+        super().__init__()
+        self.made = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if function is torch.zeros:
+            self.made.add(found.data_ptr())
+        return found
+
+    def region(self, tag, **_):
+        return self if tag == GPU_MEMORY_TYPE_KV_CACHE else nullcontext()
+
+
+def test_a_memory_saver_has_pages_and_exact_tails(folder, monkeypatch):
+    saver = Saver()
+    create = "sglang.srt.mem_cache.memory_pool.TorchMemorySaverAdapter.create"
+    monkeypatch.setattr(create, lambda enable: saver)
+    with engine(folder, {"window": 64}) as loop:
+        rings = [layer.ring for layer in loop.backend.layers.values()]
+        assert {part.data_ptr() for part in (*loop.pool.pages, *rings)} <= saver.made
 
 
 # ---- what is refused

@@ -8,6 +8,8 @@ has FlashAttention it computes new prompts and long chunks (prompts.py).
 Without a window the exact tail of a sequence is its first token, which lies in its first page. With
 one it is an entry of memory that belongs to the request: the first token and a ring of the last
 ones. The first token is then copied out of the page when a request continues somebody's prefix.
+Pages and tails are given back together when SGLang releases the memory of its cache. What they hold
+afterwards is never read: all that is has been stored for a request that came later.
 
 A step that checks a chain of drafts stores all of them first, then attends: a draft reads itself
 and the window before it from the ring, everything else from codes, which is what a decode step of
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple
 
 import sglang
 import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask, maybe_create_verify_mask
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -206,7 +209,8 @@ class TurboQuantBackend(AttentionBackend):
         ring = None
         if self.window:
             shape = plan.ring_shape(number, requests)
-            ring = torch.zeros(shape, dtype=plan.dtype, device=plan.device)
+            with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
+                ring = torch.zeros(shape, dtype=plan.dtype, device=plan.device)
         sees = module.sliding_window_size + 1 if module.sliding_window_size > -1 else 0
         soft_cap = module.logit_cap or 0.0
 
