@@ -47,6 +47,41 @@ def test_json_has_no_nan(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]
 
 
+def overflowed(row, **more):
+    """The row of a model whose logits are NaN, as the next run finds it in the file."""
+    numbers = {"perplexity": math.nan, "kl": math.nan, "top1_agreement": math.nan}
+    numbers |= {"perplexity_change": math.nan, "mean_key_nmse": math.nan}
+    numbers |= {f"{name}_interval": [math.nan] * 2 for name in ("perplexity", "kl")}
+    numbers["perplexity_change_interval"] = [math.nan, 1.0]
+    return {**row, **numbers, **more}
+
+
+def test_rows_of_nan_are_shown_from_a_file(tmp_path, result):
+    path = tmp_path / "rows.json"
+    weights = {"kind": report.WEIGHTS, "cache": "w4", "weight_bits": 4.5, "model_bytes": 2e6}
+    strange = [*map(overflowed, result[:2]), overflowed(result[1], **weights)]
+    report.write_json(path, strange)
+    for rows in (strange, report.read_json(path)):  # both runs show the same
+        none, packed = (line.split() for line in report.quality_table(rows).splitlines()[2:])
+        assert none == ["none", "16.00", f"{result[0]['bytes_per_token_8k']:,.0f}"]
+        known = [f"{result[1]['mean_output_error']:.3f}", f"{result[1]['mean_value_nmse']:.1e}"]
+        assert packed[:1] + packed[3:] == ["k4v4", *known]
+        (packed,) = (line.split() for line in report.weights_table(rows).splitlines()[2:])
+        assert packed[:3] == ["w4", "4.500", "2"] and len(packed) == 4
+        packed = report.strategies_table(rows[:2]).splitlines()[3].split()
+        assert packed[0] == "k4v4" and packed[-1].endswith("x")
+
+
+@pytest.mark.parametrize("finite", [1, 2])
+def test_pictures_leave_out_rows_without_a_number(tmp_path, result, finite):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "rows.json"
+    report.write_json(path, [*result[:finite], *map(overflowed, result[finite:])])
+    for draw in (report.picture, report.strategies_picture):
+        draw(tmp_path / "quality.png", report.read_json(path))
+        assert (tmp_path / "quality.png").stat().st_size > 5000
+
+
 @pytest.mark.parametrize("content", [b"", b"no JSON", b"\xff\xfe", b'{"a": 1}', b"[1, 2]"])
 def test_a_file_of_something_else_is_no_rows(tmp_path, content):
     path = tmp_path / "rows.json"

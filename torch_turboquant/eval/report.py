@@ -41,20 +41,15 @@ def quality_table(rows: Sequence[Row]) -> str:
             row["cache"],
             f"{row['bits_per_value_8k']:.2f}",
             f"{row['bytes_per_token_8k']:,.0f}",
-            f"{row['perplexity']:.3f}",
+            _number(row["perplexity"], ".3f"),
         ]
         if row["kind"] == "uncompressed":
-            low, high = row["perplexity_interval"]
-            line += ["", f"{(high - low) / 2:.2f}", *[""] * 6]
+            line += ["", _half_width(row["perplexity_interval"], ".2f"), *[""] * 6]
         else:
             line += [
-                f"{100 * row['perplexity_change']:+.2f}%",
-                f"{100 * _half_width(row['perplexity_change_interval']):.2f}",
-                f"{row['kl']:.4f}",
-                f"{_half_width(row['kl_interval']):.4f}",
-                f"{100 * row['top1_agreement']:.1f}%",
+                *_differences(row),
                 *(
-                    format(row[f"mean_{name}"], form) if f"mean_{name}" in row else ""
+                    _number(row.get(f"mean_{name}"), form)
                     for name, form in (
                         ("output_error", ".3f"),
                         ("key_nmse", ".1e"),
@@ -75,12 +70,8 @@ def weights_table(rows: Sequence[Row]) -> str | None:
             f"{row['weight_bits']:.3f}",
             f"{row['model_bytes'] / 1e6:,.0f}",
             f"{row['bytes_per_token_8k']:,.0f}",
-            f"{row['perplexity']:.3f}",
-            f"{100 * row['perplexity_change']:+.2f}%",
-            f"{100 * _half_width(row['perplexity_change_interval']):.2f}",
-            f"{row['kl']:.4f}",
-            f"{_half_width(row['kl_interval']):.4f}",
-            f"{100 * row['top1_agreement']:.1f}%",
+            _number(row["perplexity"], ".3f"),
+            *_differences(row),
         ]
         for row in rows
         if row["kind"] == WEIGHTS
@@ -151,11 +142,9 @@ def strategies_table(rows: Sequence[Row], memory: int | None = None) -> str:
         if row["kind"] == "uncompressed":
             line += ["", "", ""]
         else:
-            line += [f"{row['kl']:.4f}", f"{_half_width(row['kl_interval']):.4f}"]
-            line.append(f"{100 * row['top1_agreement']:.1f}%")
+            line += _differences(row)[2:]
         found = row.get("synthetic") or {}
-        shares = [found.get(name) for name in ("seen", "unseen")]
-        line += ["" if x is None else f"{100 * x:.0f}%" for x in shares]
+        line += [_number(found.get(name), ".0%") for name in ("seen", "unseen")]
         lines.append([*line, step_time(row)])
     absent = {"fit"} if memory is None else set()
     if not any(row.get("step") for row in rows):
@@ -171,8 +160,7 @@ def fitting(row: Row, memory: int) -> str:
 
 def step_time(row: Row) -> str:
     """Milliseconds of a decode step; empty: not measured, or a control."""
-    found = (row.get("step") or {}).get("ms")
-    return "" if found is None else f"{found:.2f}"
+    return _number((row.get("step") or {}).get("ms"), ".2f")
 
 
 def strategies_legend(rows: Sequence[Row], memory: int | None = None) -> str:
@@ -215,8 +203,30 @@ def show_strategies(rows: Sequence[Row], memory: int | None = None) -> None:
     print(strategies_legend(rows, memory))
 
 
-def _half_width(interval: Sequence[float]) -> float:
-    return (interval[1] - interval[0]) / 2
+def _differences(row: Row) -> list[str]:
+    """Cells of a row that compare it with the uncompressed one: change, ±, KL, ±, top-1."""
+    return [
+        _number(row["perplexity_change"], "+.2%"),
+        _half_width(row["perplexity_change_interval"], ".2%").removesuffix("%"),
+        _number(row["kl"], ".4f"),
+        _half_width(row["kl_interval"], ".4f"),
+        _number(row["top1_agreement"], ".1%"),
+    ]
+
+
+def _half_width(interval: Sequence[float | None], form: str) -> str:
+    low, high = interval
+    return _number((high - low) / 2 if _known(low) and _known(high) else None, form)
+
+
+def _number(value: float | None, form: str) -> str:
+    """A cell: empty where the number is not known."""
+    return format(value, form) if _known(value) else ""
+
+
+def _known(value: float | None) -> bool:
+    """Whether there is a number. NaN and infinities are None in rows that were read from a file."""
+    return value is not None and math.isfinite(value)
 
 
 def legend(rows: Sequence[Row]) -> str:
@@ -295,7 +305,7 @@ def picture(path: Path, rows: Sequence[Row]) -> None:
 
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
     for kind, colour, marker in (("packed", "tab:blue", "o"), ("control", "tab:orange", "s")):
-        points = [r for r in rows if r["kind"] == kind]
+        points = [r for r in rows if r["kind"] == kind and _known(r["kl"])]
         bits, kl = [r["bits_per_value_8k"] for r in points], [r["kl"] for r in points]
         error = [
             [max(0.0, r["kl"] - r["kl_interval"][0]) for r in points],
@@ -311,7 +321,7 @@ def picture(path: Path, rows: Sequence[Row]) -> None:
     axes.set_title(f"{r['model']}: {r['segments'] * r['scored_tokens']:,} tokens through the cache")
     axes.grid(True, which="major", alpha=0.3)
     axes.legend()
-    compressed = [r for r in rows if r["kind"] in ("packed", "control")]
+    compressed = [r for r in rows if r["kind"] in ("packed", "control") and _known(r["kl"])]
     place_labels(axes, [(r["cache"], r["bits_per_value_8k"], r["kl"]) for r in compressed])
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -327,7 +337,7 @@ def strategies_picture(path: Path, rows: Sequence[Row]) -> None:
 
     whole = rows[0]["bytes_8k"]
     families: dict[str, list[Row]] = {}
-    for row in rows[1:]:
+    for row in (row for row in rows[1:] if _known(row["kl"])):
         name, _, changes = row["cache"].partition(":")
         policy = changes.partition("evict=")[2]
         family = "controls" if row["kind"] == "control" else f"{name}, {policy}"
@@ -386,7 +396,7 @@ def place_labels(axes: Any, points: Sequence[tuple[str, float, float]]) -> list[
     axes.figure.canvas.draw()
     renderer = axes.figure.canvas.get_renderer()
     inside = axes.get_window_extent(renderer)
-    marks = axes.transData.transform([(x, y) for _, x, y in points])
+    marks = [axes.transData.transform((x, y)) for _, x, y in points]
     taken = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in marks]
     if axes.get_legend():
         taken.append(axes.get_legend().get_window_extent(renderer))
