@@ -23,6 +23,8 @@ from tests.eval.harness import (
     tiny,
 )
 from torch_turboquant.eval import predict, report, rows
+from torch_turboquant.eval.caches import Choice
+from torch_turboquant.eval.weights import WeightChoice
 
 
 def test_rows(model, result):
@@ -122,6 +124,26 @@ def test_models_with_other_states_are_refused():
     model = AutoModelForCausalLM.from_config(other).eval()
     with pytest.raises(ValueError, match=r"layers \[0\] of tiny keep no keys and values"):
         evaluate(model)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("k4v4:center=typo.safetensors", "center is 'typo.safetensors', .* there is no such file"),
+        ("k4v4:boundary_preset=foo", "unknown preset 'foo'"),
+        ("k4v4:boundary_layers=-1", "boundary_layers is -1, supported: 0 and more"),
+        ("k4v4:layers=999@k8v8", "layer_presets names layer 999, the model has 2 layers"),
+    ],
+)
+def test_caches_that_cannot_be_made_are_told_before_the_first_reading(model, readings, text, says):
+    before = model.config._attn_implementation
+    match = f"this model cannot have the cache {text}: {says}"
+    with pytest.raises(ValueError, match=match):
+        evaluate(model, choices=[*CHOICES, Choice.parse(text)])
+    weights = [(WeightChoice.parse(f"4+{text}"), None)]
+    with pytest.raises(ValueError, match=match):
+        rows.evaluate(model, "tiny", CHOICES, TEXT, SETTINGS, ORIGIN, weights=weights)
+    assert readings.names == [] and model.config._attn_implementation == before
 
 
 def test_extras_join_finished_rows(model, result, readings):

@@ -33,7 +33,8 @@ CONTEXT = 8192  # tokens over which bytes that do not grow with the sequence are
 _HALF = 2  # bytes of a 16-bit element
 
 _FIELDS = {f.name: f.type for f in fields(CacheConfig) if f.name != "head_dim"}
-_OPTIONS = {"center": "str", "boundary_layers": "int", "boundary_preset": "str", "layers": "str"}
+_OPTIONS = {"center": "str | None", "layers": "str | None"}  # of for_model
+_OPTIONS |= {"boundary_layers": "int", "boundary_preset": "str"}
 _EVICTION = {"keep": "float", "evict": "str"}
 
 
@@ -113,7 +114,7 @@ def _change(name: str, part: str) -> tuple[str, Any]:
     types = _FIELDS | _OPTIONS | _EVICTION
     if not equals or key not in types:
         raise ValueError(f"{name}:{part}: write field=value; the fields are {', '.join(types)}")
-    if value == "none":
+    if value == "none" and types[key].endswith("None"):
         return key, None
     if key == "layers":
         return key, _layers(value)

@@ -188,6 +188,10 @@ def evaluate(
 
     Returns:
         One row per choice in their order, after that of the uncompressed cache; then the weights.
+
+    Raises:
+        ValueError: the model has layers without keys and values, or cannot have one of the caches;
+            nothing has been measured.
     """
     states = [i for i, window in enumerate(layer_windows(model)) if window is None]
     if states:
@@ -199,6 +203,7 @@ def evaluate(
     others = {c.text: c for c in choices if c.kind != "uncompressed"}  # without repetitions
     choices = [Choice.parse(UNCOMPRESSED), *others.values()]
     every: list[Choice | WeightChoice] = [*choices, *(choice for choice, _ in weights)]
+    _check_caches(model, [c.cache if isinstance(c, WeightChoice) else c for c in every])
     files = {choice.text: files_of(choice.text) for choice in every}
     finished = {
         row["cache"]: row
@@ -240,6 +245,15 @@ def evaluate(
             finished[choice.text] = row
             save(rows_so_far())
     return rows_so_far()
+
+
+def _check_caches(model: Any, choices: Sequence[Choice]) -> None:
+    """Makes every cache once, because a name says little of whether the model can have it."""
+    for choice in choices:
+        try:
+            measure.detach(choice.make(model))
+        except ValueError as error:
+            raise ValueError(f"this model cannot have the cache {choice.text}: {error}") from error
 
 
 def _has_layers(row: Row) -> bool:
