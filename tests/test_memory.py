@@ -125,6 +125,19 @@ def test_configurations_that_say_too_little(match, changes):
         attention_layers({**PLAIN, **changes})
 
 
+@pytest.mark.parametrize("changes", [
+    {"layer_types": 5}, {"layer_types": [[1]]}, {"layer_types": [5, "conv"]},
+    {"per_layer_config": [1]}, {"per_layer_config": {"0": 5}}, {"block_configs": [1]},
+    {"block_configs": [{}]}, {"linear_attn_config": 5}, {"num_kv_shared_layers": "x"},
+    {"kv_sharing_modes": 5}, {"model_type": [1], "sliding_window": 5},
+    {"layer_types": ["full_attention"] * 4, "block_configs": [{"attention": {}}]},
+])  # fmt: skip
+def test_fields_of_another_type(capsys, tmp_path, changes):
+    (tmp_path / "config.json").write_text(json.dumps({**PLAIN, **changes}))
+    error = command(capsys, f"--config {tmp_path} --context 10", code=1)
+    assert error.startswith("memory: the configuration cannot be read: ") and "Error(" in error
+
+
 def test_heads_and_dimension_by_hand():
     silent = {"model_type": "gemma3_text", "num_hidden_layers": 2}
     with pytest.raises(ValueError, match="--kv-heads"):
@@ -352,6 +365,9 @@ def test_sizes_and_counts_that_are_refused():
     for text in ("", "B", "-3B", "3b"):
         with pytest.raises(ValueError, match="no number of parameters"):
             parse_count(text)
+    for parse, text in ((parse_size, "9" * 400), (parse_count, "1e999"), (parse_tokens, "9" * 400)):
+        with pytest.raises(ValueError, match="is too large, supported: below 2"):
+            parse(text)
 
 
 # ---- the command
@@ -533,6 +549,19 @@ def test_options_of_the_command(capsys):
 ])  # fmt: skip
 def test_arguments_that_are_refused(capsys, line, match):
     assert match in command(capsys, "--context 10 " + line, code=1)
+
+
+@pytest.mark.parametrize("option", ["--gpu-memory", "--weights", "--parameters", "--context"])
+def test_numbers_that_nothing_holds(capsys, option):
+    number = "1e999" if option == "--parameters" else "9" * 400
+    line = ["--layers", "3", "--kv-heads", "1", "--head-dim", "64", "--context", "10"]
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(["memory", *line, option, number])
+    error = capsys.readouterr().err
+    assert f"argument {option}: {number} is too large, supported: below 2^63" in error
+    for huge in (f"--layers {'9' * 400} --kv-heads 1", f"--layers 1 --kv-heads {'9' * 400}"):
+        error = command(capsys, f"{huge} --head-dim 64 --context 10", code=1)
+        assert error.startswith("memory: ")
 
 
 def test_the_documented_output(capsys):

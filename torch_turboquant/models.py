@@ -273,13 +273,27 @@ def read_layers(config: Any, slides: Callable[[], bool] | None = None) -> list[L
 
     Raises:
         IncompleteConfig: the types of the layers cannot be known from the configuration.
+        ValueError: a file has a field of another type than all files of transformers.
     """
     fields = Fields(config)
+    try:
+        return _layers(fields, slides)
+    except (TypeError, AttributeError, KeyError, IndexError) as error:
+        if not fields.is_file:  # the class of an object has checked its types
+            raise
+        raise ValueError(f"the configuration cannot be read: {error!r}") from error
+
+
+def _layers(fields: Fields, slides: Callable[[], bool] | None) -> list[Layer]:
+    if not isinstance(family := fields.get("model_type"), str | None):
+        raise TypeError(f"model_type is {family!r}")
     types = _layer_types(fields, slides)
     shared = len(types) - (fields.get("num_kv_shared_layers") or 0)
     modes = fields.get("kv_sharing_modes") or ()
     layers = []
     for index, name in enumerate(types):
+        if not isinstance(name, str):
+            raise TypeError(f"the type of layer {index} is {name!r}")
         kind = _kind(name)
         if kind in KEEPS_KEYS:
             if index >= shared or (index < len(modes) and modes[index] == "reuse"):

@@ -46,6 +46,7 @@ def test_the_command(model, tmp_path, monkeypatch, readings, capsys):
         ("--caches", "k9v9"),
         ("--caches", "k4v4:layers=nowhere.json"),
         ("--chunk", "0"),
+        ("--gpu", "9" * 400),
         ("--picture", "quality"),
         ("--picture", "quality.txt"),
     ],

@@ -37,6 +37,7 @@ DTYPE_BYTES = {
 _FLOATS = ("float32", "bfloat16", "float16")
 _UNITS = {"": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_MOST = 2**63
 
 
 def parse_size(text: str) -> int:
@@ -50,7 +51,7 @@ def parse_size(text: str) -> int:
         raise ValueError(
             f"{text!r} is no size; write 80 (GiB) or 640GB, with one of {[*_UNITS][1:]}"
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    return _integer(text, float(match[1]) * _UNITS[match[2]])
 
 
 def parse_count(text: str) -> int:
@@ -62,7 +63,8 @@ def parse_count(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([KMBT]?)", text)
     if not match:
         raise ValueError(f"{text!r} is no number of parameters; write 70B, 135M or 70e9")
-    return int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]])
+    unit = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]]
+    return _integer(text, float(match[1]) * unit)
 
 
 def parse_tokens(text: str) -> int:
@@ -75,7 +77,14 @@ def parse_tokens(text: str) -> int:
     if not match:
         raise ValueError(f"{text!r} is no number of tokens; write 131072 or 128K (1K is 1,024)")
     units = {"": 1, "k": 2**10, "m": 2**20}
-    return int(re.sub("[,_]", "", match[1])) * units[match[2].lower()]
+    return _integer(text, int(re.sub("[,_]", "", match[1])) * units[match[2].lower()])
+
+
+def _integer(text: str, number: float) -> int:
+    """Without a fraction. What nothing could ever hold is a slip, and float has no room for it."""
+    if number >= _MOST:
+        raise ValueError(f"{text} is too large, supported: below 2^63")
+    return int(number)
 
 
 def _argument(parse: Callable[[str], int]) -> Callable[[str], int]:
@@ -398,14 +407,14 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     try:
         facts = report(args)
+        if args.json:
+            print(json.dumps(facts, indent=2))
+        else:
+            print_report(facts)
     except MissingPackages as error:  # says which command needs them
         print(error, file=sys.stderr)
         return 1
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:  # of products that are too large to be divided
         print(f"memory: {error}", file=sys.stderr)
         return 1
-    if args.json:
-        print(json.dumps(facts, indent=2))
-    else:
-        print_report(facts)
     return 0

@@ -79,7 +79,7 @@ def attention_layers(
     if problem := unsupported_attention(config):
         raise ValueError(f"model type {family!r} has {problem}; supported: {_SUPPORTED}")
     try:
-        count, layers = layer_count(text), read_layers(text)
+        layers, count = read_layers(text), layer_count(text)
     except IncompleteConfig as error:
         raise error.with_advice(_OPTIONS) from None
     unknown = sorted({x.type for x in layers if x.kind in (Kind.OTHER, Kind.CHUNKED)})
