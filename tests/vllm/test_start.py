@@ -1,6 +1,7 @@
 """What happens before the first token: names, the start-up line, refusals."""
 
 import copy
+import importlib
 import re
 import sys
 from types import SimpleNamespace
@@ -73,6 +74,7 @@ def test_nothing_happens_unasked(folder):
 
 
 def test_another_version_is_refused_only_where_the_backend_is_chosen(monkeypatch):
+    importlib.import_module("vllm.v1.attention.backends.cpu_attn")  # keeps what is replaced below
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     monkeypatch.delitem(sys.modules, f"{plugin.__name__}.adapter")  # as in a new process
     monkeypatch.delattr(plugin, "adapter")
