@@ -1,7 +1,6 @@
 """Everything that differs between versions of vLLM: names, the bytes of a page, its shape.
 
-Models with latent attention are served from 0.32 on, whose interface to them is written here and in
-latent.py.
+Models with latent attention are served from 0.32 on: their interface is here and in latent.py.
 
 Until 0.27 a layer builds its own cache spec and a backend cannot change it: `spec_of` then makes
 one of vLLM's specs for packed pages. From 0.28 on a spec has `state_content_bytes`, and backends
@@ -139,19 +138,17 @@ def packed_spec(spec: Any, bytes_per_token: int) -> Any:
 
 
 def set_page_bytes(
-    layer: Any,
-    bytes_per_token: Callable[[], int],
-    block_size: Callable[[], int] | None = None,
+    layer: Any, bytes_per_token: Callable[[], int], tokens_of_block: Callable[[int], int]
 ) -> None:
     """Lets vLLM allocate pages of packed tokens for this layer; called before it asks for specs.
 
-    block_size: tokens of the layer's blocks; absent: those that vLLM has chosen.
+    tokens_of_block: of the layer's blocks, from the number that vLLM has chosen.
     """
 
     def get_kv_cache_spec(vllm_config: Any) -> Any:
         spec = type(layer).get_kv_cache_spec(layer, vllm_config)
-        if spec is not None and block_size is not None:
-            spec = replace(spec, block_size=block_size())
+        if spec is not None:
+            spec = replace(spec, block_size=tokens_of_block(spec.block_size))
         return None if spec is None else packed_spec(spec, bytes_per_token())
 
     layer.get_kv_cache_spec = get_kv_cache_spec

@@ -447,7 +447,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
             self.plan.tell(logger, self, layers)
             return self.plan.given(layers)[name]
 
-        adapter.set_page_bytes(self.layer, bytes_per_token)
+        adapter.set_page_bytes(self.layer, bytes_per_token, self.plan.tokens_of_block)
 
     def _read_those_of(self, target: str) -> None:
         """Makes this a layer that reads the keys and values of another one, with its tables, also a

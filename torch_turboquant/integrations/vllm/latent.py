@@ -234,7 +234,7 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
             self.plan.tell(logger, self, layers)
             return self.plan.given(layers)[name]
 
-        adapter.set_page_bytes(layer, bytes_per_token, lambda: self.plan.block_size)
+        adapter.set_page_bytes(layer, bytes_per_token, self.plan.tokens_of_block)
 
     def _learn_norm(self) -> None:
         """Scales of channels from weights that were loaded again, in place."""

@@ -44,6 +44,8 @@ class Engine:
         """Tokens of a page that bytes are counted with; 0: as many as the block size says."""
         self.is_hybrid = False
         """Whether a model of the engine has layers with a state of fixed size."""
+        self.has_latents = False
+        """Whether a model of the engine has latent attention."""
 
 
 class Plan:
@@ -65,6 +67,7 @@ class Plan:
         self._scheduler_config = vllm_config.scheduler_config
         self.engine.is_hybrid |= bool(model.is_hybrid)
         self.latents: bool = model.use_mla
+        self.engine.has_latents |= self.latents
         if self.latents:
             limits.keep_pages_to_attention(vllm_config.compilation_config)
         keeps = self.settings.first_token == "exact"
@@ -112,12 +115,18 @@ class Plan:
 
     @property
     def block_size(self) -> int:
-        """Tokens of vLLM's blocks, once they fit the backends: for latents LATENT_SIZES or more.
+        """Tokens of the layers' blocks, once vLLM's size fits the backends."""
+        return self.tokens_of_block(int(self.vllm_cache_config.block_size))
 
-        On a CPU vLLM makes blocks of 16 tokens for latents, whatever the user asks for.
+    def tokens_of_block(self, size: int) -> int:
+        """Tokens of the layers' blocks where vLLM says `size`: for latents LATENT_SIZES or more.
+
+        On a CPU without AMX vLLM makes blocks of 16 tokens for latents, whatever the user asks for.
+        Drafts beside latents have as many tokens, or vLLM would part them into groups, which its
+        drafting refuses.
         """
-        size = int(self.vllm_cache_config.block_size)
-        return size if not self.latents or size % pages.LATENT_SIZES[0] == 0 else PAGE_SIZE
+        fits = not self.engine.has_latents or size % pages.LATENT_SIZES[0] == 0
+        return size if fits else PAGE_SIZE
 
     def bytes_per_token(self, config: CacheConfig | LatentConfig) -> int:
         """Bytes of a token and KV head in a layer's pages; the model has been loaded by then.
