@@ -21,12 +21,13 @@ constexpr int kTreeNodes = 64;
 
 constexpr int kBlockTokens = 128;  // keys that share one running maximum and one unit of their weights
 constexpr int kGroupTokens = 16;   // tokens of a value block, and keys scored at once
+constexpr int kMaxPatterns = 8;    // of ValuePanels
 
 // Value blocks as panels of 64 bytes: 16 words of codes, each of four tokens. PanelMap (attention/panels.h) derives
 // them from format.h.
 struct ValuePanels {
   int panels;              // of a block, in which spread codes are nibbles by now
-  int patterns;            // the number of different orders of token quads
+  int patterns;            // the number of different orders of token quads, up to kMaxPatterns
   const int32_t* quads;    // [patterns, 16]: the quad of tokens that a word belongs to
   const int32_t* pattern;  // [panels]
   int fields;              // codes of a byte
@@ -132,7 +133,7 @@ struct Quantiser {
 };
 
 struct EncodeRows {
-  const void* x;
+  const void* x;  // [count, d], rows `stride` elements apart
   Dtype dtype;
   int64_t count, stride;
   format::Split split;
@@ -163,10 +164,10 @@ struct GroupRows {
 
 // All work of a cache_store call shares this. An item is a token of a KV head.
 struct StoredTokens {
-  struct Kind {  // keys or values
-    const void* x;
-    int64_t token_stride, head_stride;
-    const float* signs;  // [d]
+  struct Kind {                         // keys or values
+    const void* x;                      // [tokens, kv_heads, d]
+    int64_t token_stride, head_stride;  // in elements
+    const float* signs;                 // [d]
     Quantiser quantiser;
   };
   format::Record record;
@@ -268,7 +269,7 @@ struct WeightBlocks {
 // candidate times each multiplier.
 struct WeightEncoder {
   WeightBlocks blocks;
-  const void* w;
+  const void* w;  // [n, k]
   Dtype dtype;
   int64_t stride;              // of rows, in elements
   const float* signs;          // [group]
@@ -311,7 +312,7 @@ struct LinearInputs {
 };
 
 struct ActivationRows {
-  const void* x;
+  const void* x;  // [count, k]
   Dtype dtype;
   int64_t count, stride;         // rows, and elements from one to the next
   const float* signs;            // [group]
@@ -326,6 +327,12 @@ struct LinearOutputs {
 
 struct Kernels {
   const char* level;
+
+  // Elements of `dtype` to float32, and back.
+  void (*to_float)(const void* x, Dtype dtype, int64_t count, float* out);
+  void (*from_float)(const float* x, Dtype dtype, int64_t count, void* out);
+  // out = by_a * a + by_b * b, all of `dtype`. What has a factor of 0 is not read.
+  void (*add_scaled)(const void* a, float by_a, const void* b, float by_b, Dtype dtype, int64_t count, void* out);
 
   // x, out: rows of one dtype
   void (*hadamard)(const void* x, void* out, const HadamardRows& rows);

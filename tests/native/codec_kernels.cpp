@@ -16,6 +16,25 @@ void project(const Kernels& k, Random& random, Written& written) {
   written.add(bits);
 }
 
+void convert(const Kernels& k, Random& random, Written& written) {
+  const int64_t count = random.between(0, 70);
+  const Dtype dtype = random.dtype();
+  const Numbers a(random, dtype, count, 40), b(random, dtype, count, 40);
+  Memory<float> x(count);
+  k.to_float(a.bytes.get(), dtype, count, x.get());
+  written.add(x);
+  random.fill(x.get(), count);
+  const Numbers rounded(dtype, count), sum(dtype, count);
+  k.from_float(x.get(), dtype, count, const_cast<uint8_t*>(rounded.bytes.get()));
+  rounded.keep(written);
+  const float by_a = random.number();
+  const bool no_b = random.one_in(2);  // which is not read then
+  k.add_scaled(a.bytes.get(), by_a, no_b ? nullptr : b.bytes.get(), no_b ? 0 : random.number(), dtype, count,
+               const_cast<uint8_t*>(sum.bytes.get()));
+  sum.keep(written);
+  written.add(&count, 1);
+}
+
 void hadamard(const Kernels& k, Random& random, Written& written) {
   const int64_t d = random.vector_dim(), count = random.between(0, 5), stride = d + random.below(4);
   const Dtype dtype = random.dtype();

@@ -21,6 +21,7 @@ namespace sanitized {
 namespace {
 
 const std::map<std::string, Case*> CASES = {
+    {"convert", convert},
     {"query_factors", query_factors},
     {"attend_pages", attend_pages},
     {"attend_exact", attend_exact},

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <tuple>
 #include <vector>
 
@@ -46,6 +47,8 @@ class PanelMap {
       if (16 * pattern == static_cast<int>(quads_.size())) quads_.insert(quads_.end(), begin, begin + 16);
       pattern_.push_back(pattern);
     }
+    // Kernels have room for no more; no supported geometry needs them.
+    if (16 * kMaxPatterns < static_cast<int>(quads_.size())) throw std::length_error("too many patterns of panels");
     panels_ = {.panels = panels,
                .patterns = static_cast<int>(quads_.size() / 16),
                .quads = quads_.data(),
@@ -85,6 +88,7 @@ class LatentPanelMap {
 
  private:
   static constexpr int kQuads = kGroupTokens / 4;
+  static_assert(kQuads <= kMaxPatterns);
   std::vector<int32_t> quads_, pattern_, words_;
   ValuePanels panels_;
 };

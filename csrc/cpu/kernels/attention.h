@@ -14,8 +14,7 @@
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
 constexpr int kGroups = kBlockTokens / kGroupTokens;
-constexpr int kMaxPatterns = 8;
-constexpr int kQueryGroup = 4;  // queries that share a look-up
+constexpr int kQueriesAtOnce = 4;  // they share a look-up (in_fours)
 constexpr float kGreatestWeight = kGreatestFactor;
 
 // Writes a spread row of three-bit codes whose last group has 16 channels as a row of nibbles.
@@ -71,11 +70,11 @@ struct Block {
   const float* ropes[kGroups];  // [16, rope_dim]
 };
 
-struct Scratch {
+struct PagedScratch {
   uint8_t* keys;     // [kBlockTokens, d / 2] + 64: spread keys as nibbles
   uint8_t* planes;   // [kBlockTokens, plane] + 16: planes in full groups
   uint8_t* values;   // [kGroups, 8 d] + 64: spread values as nibbles
-  Factors* weights;  // [kQueryGroup, patterns, kGroups]
+  Factors* weights;  // [kQueriesAtOnce, patterns, kGroups]
 };
 
 inline int64_t round_up_64(int64_t n) { return (n + 63) / 64 * 64; }
@@ -94,13 +93,13 @@ inline int64_t scratch_values(const PagedKeys& k) {
   return format::is_spread(k.record.value_width()) ? round_up_64(kGroups * 8 * k.record.head_dim + 64) : 0;
 }
 inline int64_t weight_bytes(const AttendedKeys& k) {
-  return static_cast<int64_t>(kQueryGroup) * k.panels.patterns * kGroups * sizeof(Factors);
+  return static_cast<int64_t>(kQueriesAtOnce) * k.panels.patterns * kGroups * sizeof(Factors);
 }
 inline int64_t attend_scratch_bytes(const PagedKeys& k) {
   return scratch_keys(k) + scratch_planes(k) + scratch_values(k) + weight_bytes(k.attended);
 }
-inline Scratch scratch_of(const PagedKeys& k, void* memory) {
-  Scratch s;
+inline PagedScratch scratch_of(const PagedKeys& k, void* memory) {
+  PagedScratch s;
   s.keys = static_cast<uint8_t*>(memory);
   s.planes = s.keys + scratch_keys(k);
   s.values = s.planes + scratch_planes(k);
@@ -121,9 +120,9 @@ inline TokenAddress find(const PagedKeys& k, const int32_t* block_table, int64_t
   return {k.pages + record + r.tile_of(token), token % r.tile_tokens()};
 }
 
-// The codes of the next block are prefetched while this one is computed: pages lie anywhere, so the processor cannot
-// predict their addresses. A few cache lines are issued at a time, because processors drop prefetches that exceed their
-// queues.
+// Where the codes of the next block lie. They are loaded into the cache while this block is computed, because pages lie
+// anywhere and the processor cannot guess which comes next. They are asked for a few cache lines at a time: a processor
+// drops what it cannot queue.
 struct Ahead {
   const uint8_t* keys[kGroups];  // null: nothing to prefetch
   const uint8_t* values[kGroups];
@@ -169,7 +168,7 @@ inline void fill_unseen(Block& b) {
 // Finds the groups of the block that starts at key `begin`, [first, end) of which some query sees. VALUES: those too
 template <bool VALUES = true>
 inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t kv_head, int64_t begin, int64_t first,
-                        int64_t end, const Scratch& scratch) {
+                        int64_t end, const PagedScratch& scratch) {
   const format::Record& r = k.record;
   const int d = r.head_dim;
   Block b = seen_groups(begin, first, end);
@@ -350,20 +349,29 @@ struct Span {
   int64_t begin, end;
   const QueryRows& rows;
   const PartialRows& out;
-  Factors* weights;  // [kQueryGroup, patterns, kGroups]
+  Factors* weights;  // [kQueriesAtOnce, patterns, kGroups]
 };
 
-// x [d] times each of sixteen rows of d floats: lane i is of row i. d: a multiple of 16
-inline Floats dot_rows(const float* x, const float* rows, int d) {
-  Floats part[16];
+// Each of QUERIES vectors of d floats, `stride` apart, times each of sixteen rows of d floats: lane i of dots[q] is of
+// row i. d: a multiple of 16
+template <int QUERIES>
+inline void dot_rows(const float* x, int64_t stride, const float* rows, int d, Floats (&dots)[QUERIES]) {
+  Floats part[QUERIES][16];
   for (int t = 0; t < 16; ++t) {
-    part[t] = broadcast(0.0f);
-    for (int c = 0; c < d; c += 16) part[t] = part[t] + load(x + c) * load(rows + t * d + c);
+    Floats sum[QUERIES];
+    for (int q = 0; q < QUERIES; ++q) sum[q] = broadcast(0.0f);
+    for (int c = 0; c < d; c += 16) {
+      const Floats row = load(rows + t * d + c);
+      for (int q = 0; q < QUERIES; ++q) sum[q] = sum[q] + load(x + q * stride + c) * row;
+    }
+    for (int q = 0; q < QUERIES; ++q) part[q][t] = sum[q];
   }
-  for (int n = 16; n > 1; n /= 2) {
-    for (int i = 0; i < n / 2; ++i) part[i] = pair_sums(part[2 * i], part[2 * i + 1]);
+  for (int q = 0; q < QUERIES; ++q) {
+    for (int n = 16; n > 1; n /= 2) {
+      for (int i = 0; i < n / 2; ++i) part[q][i] = pair_sums(part[q][2 * i], part[q][2 * i + 1]);
+    }
+    dots[q] = part[q][0];
   }
-  return part[0];
 }
 
 // The logits of queries first .. first + QUERIES - 1 in the groups of a block, before a soft cap.
@@ -386,10 +394,11 @@ inline void score_block(const AttendedKeys& k, const QueryRows& rows, const Bloc
     for (int q = 0; q < QUERIES; ++q) {
       const Ints dot = dots[q] + broadcast(rows.correction[first + q]);
       logits[q][g] = to_floats(dot) * (scale * broadcast(rows.unit[first + q])) + broadcast(rows.shift[first + q]);
-      if (k.rope_dim == 0) continue;
-      const Floats raw = dot_rows(rows.rope + (first + q) * rows.rope_stride, b.ropes[g], k.rope_dim);
-      logits[q][g] = logits[q][g] + raw * broadcast(k.rope_factor);
     }
+    if (k.rope_dim == 0) continue;
+    Floats raw[QUERIES];
+    dot_rows<QUERIES>(rows.rope + first * rows.rope_stride, rows.rope_stride, b.ropes[g], k.rope_dim, raw);
+    for (int q = 0; q < QUERIES; ++q) logits[q][g] = logits[q][g] + raw[q] * broadcast(k.rope_factor);
   }
 }
 
@@ -445,17 +454,10 @@ void attend_codes(const Span& span, const Blocks& blocks) {
     if (begin + kBlockTokens <= first) continue;
     const Block b = blocks.find(begin, first, end);
     Ahead ahead = blocks.ahead(begin + kBlockTokens, end);
-    int q = 0;
-    for (; q + 4 <= rows.count; q += 4) {
-      attend_block<KEYS, VALUES, 4>(span, b, keys, values, ahead, q);
+    in_fours(rows.count, [&]<int QUERIES>(int q) {
+      attend_block<KEYS, VALUES, QUERIES>(span, b, keys, values, ahead, q);
       ahead = {};  // it is prefetched once
-    }
-    if (q + 2 <= rows.count) {
-      attend_block<KEYS, VALUES, 2>(span, b, keys, values, ahead, q);
-      q += 2;
-      ahead = {};
-    }
-    if (q < rows.count) attend_block<KEYS, VALUES, 1>(span, b, keys, values, ahead, q);
+    });
   }
 }
 
@@ -463,7 +465,7 @@ struct PagedBlocks {
   const PagedKeys& keys;
   const int32_t* block_table;
   int64_t kv_head;
-  Scratch scratch;
+  PagedScratch scratch;
 
   int key_bits() const { return keys.record.key_bits; }
   int value_bits() const { return keys.record.value_bits; }
@@ -506,39 +508,91 @@ inline ExactRun recent_run(const ExactKeys& e, int row) {
 inline ExactRun of_sixteen(ExactRun run, int64_t first) {
   return {run.begin > first ? run.begin - first : 0, run.end - first < 16 ? run.end - first : 16};
 }
-inline Mask lanes_of(int64_t begin, int64_t end) {
-  return (broadcast(static_cast<int32_t>(begin - 1)) < lane_numbers()) &
-         (lane_numbers() < broadcast(static_cast<int32_t>(end)));
-}
-inline Floats exact_logits(const ExactKeys& e, const float* key, int row, float softmax_scale, float soft_cap) {
-  const Floats logit = dot_rows(e.q + row * e.key_dim, key, static_cast<int>(e.key_dim)) * broadcast(softmax_scale);
-  return soft_cap > 0 ? soft_capped(logit, soft_cap) : logit;
+inline Mask lanes_of(ExactRun share) {
+  return (broadcast(static_cast<int32_t>(share.begin - 1)) < lane_numbers()) &
+         (lane_numbers() < broadcast(static_cast<int32_t>(share.end)));
 }
 
-// Query `row` attends to those of sixteen keys, from key `first` on, that are in its run. key: float32 [16, key_dim],
-// value: [16, value_dim]
-inline void attend_sixteen(const ExactKeys& e, const float* key, const float* value, int64_t first, int row,
-                           ExactRun run, float softmax_scale, float soft_cap, const PartialRows& out) {
-  const auto [from, until] = of_sixteen(run, first);
-  if (from >= until) return;
-  const int d = static_cast<int>(e.value_dim);
-  const Floats all = exact_logits(e, key, row, softmax_scale, soft_cap);
-  const Floats logit = select(lanes_of(from, until), all, broadcast(-kInfinity));
+// Calls fn.operator()<QUERIES>(row, share) for the rows with a share of the sixteen keys from key `first` on.
+// Neighbours with the same share come together.
+template <typename RunOf, typename Fn>
+inline void for_same_runs(int count, RunOf&& run_of, int64_t first, Fn&& fn) {
+  for (int row = 0, next; row < count; row = next) {
+    const ExactRun share = of_sixteen(run_of(row), first);
+    for (next = row + 1; next < count; ++next) {
+      const ExactRun other = of_sixteen(run_of(next), first);
+      if (other.begin != share.begin || other.end != share.end) break;
+    }
+    if (share.begin >= share.end) continue;
+    in_fours(next - row, [&]<int QUERIES>(int q) { fn.template operator()<QUERIES>(row + q, share); });
+  }
+}
+
+// key: float32 [16, key_dim]
+template <int QUERIES>
+inline void exact_logits(const ExactKeys& e, const float* key, int row, float softmax_scale, float soft_cap,
+                         Floats (&logits)[QUERIES]) {
+  dot_rows<QUERIES>(e.q + row * e.key_dim, e.key_dim, key, static_cast<int>(e.key_dim), logits);
+  for (int q = 0; q < QUERIES; ++q) {
+    logits[q] = logits[q] * broadcast(softmax_scale);
+    if (soft_cap > 0) logits[q] = soft_capped(logits[q], soft_cap);
+  }
+}
+
+// The softmax numerators of one query's exact logits.
+struct ExactWeights {
+  float of[16];
+  float keep;  // factor of earlier sums under the new maximum
+  bool add;    // whether there is something to add
+};
+inline void weigh_exact(Floats logits, ExactRun share, float* row_max, float* row_sum, ExactWeights& to) {
+  to.add = false;
+  const Floats logit = select(lanes_of(share), logits, broadcast(-kInfinity));
   if (any(is_nan(logit))) {
-    out.sum[row] = __builtin_nanf("");
+    *row_sum = __builtin_nanf("");
     return;
   }
-  const float keep = raise(out.max + row, greatest(logit));
-  if (out.max[row] == -kInfinity) return;
-  const Floats p = exp(logit - broadcast(out.max[row]));
-  out.sum[row] = out.sum[row] * keep + sum_lanes(p);
-  float weight[16];
-  store(weight, p);
-  float* to = out.sums + row * out.stride;
+  to.keep = raise(row_max, greatest(logit));
+  if (*row_max == -kInfinity) return;
+  const Floats p = exp(logit - broadcast(*row_max));
+  *row_sum = *row_sum * to.keep + sum_lanes(p);
+  store(to.of, p);
+  to.add = true;
+}
+
+// value: [16, d], sums: of QUERIES rows, `stride` apart
+template <int QUERIES>
+inline void add_exact(const float* value, int d, ExactRun share, const ExactWeights* weights, float* sums,
+                      int64_t stride) {
   for (int c = 0; c < d; c += 16) {
-    Floats sum = load(to + c) * broadcast(keep);
-    for (int64_t t = from; t < until; ++t) sum = sum + broadcast(weight[t]) * load(value + t * d + c);
-    store(to + c, sum);
+    Floats sum[QUERIES];
+    for (int q = 0; q < QUERIES; ++q) sum[q] = load(sums + q * stride + c) * broadcast(weights[q].keep);
+    for (int64_t t = share.begin; t < share.end; ++t) {
+      const Floats x = load(value + t * d + c);
+      for (int q = 0; q < QUERIES; ++q) sum[q] = sum[q] + broadcast(weights[q].of[t]) * x;
+    }
+    for (int q = 0; q < QUERIES; ++q) store(sums + q * stride + c, sum[q]);
+  }
+}
+
+// Queries row .. row + QUERIES - 1 attend to their share of sixteen keys. key: float32 [16, key_dim], value: [16,
+// value_dim]
+template <int QUERIES>
+inline void attend_sixteen(const ExactKeys& e, const float* key, const float* value, int row, ExactRun share,
+                           float softmax_scale, float soft_cap, const PartialRows& out) {
+  const int d = static_cast<int>(e.value_dim);
+  Floats logits[QUERIES];
+  exact_logits<QUERIES>(e, key, row, softmax_scale, soft_cap, logits);
+  ExactWeights weights[QUERIES];
+  bool all_add = true;
+  for (int q = 0; q < QUERIES; ++q) {
+    weigh_exact(logits[q], share, out.max + row + q, out.sum + row + q, weights[q]);
+    all_add &= weights[q].add;
+  }
+  float* sums = out.sums + row * out.stride;
+  if (all_add) return add_exact<QUERIES>(value, d, share, weights, sums, out.stride);
+  for (int q = 0; q < QUERIES; ++q) {
+    if (weights[q].add) add_exact<1>(value, d, share, weights + q, sums + q * out.stride, out.stride);
   }
 }
 
@@ -585,7 +639,9 @@ void attend_runs(const ExactKeys& e, int count, RunOf&& run_of, float softmax_sc
       for (int c = 0; c < key_dim; c += 16) store(key + t * key_dim + c, load_float(row.key + c));
       for (int c = 0; c < value_dim; c += 16) store(value + t * value_dim + c, load_float(row.value + c));
     }
-    for (int r = 0; r < count; ++r) attend_sixteen(e, key, value, first, r, run_of(r), softmax_scale, soft_cap, out);
+    for_same_runs(count, run_of, first, [&]<int QUERIES>(int row, ExactRun share) {
+      attend_sixteen<QUERIES>(e, key, value, row, share, softmax_scale, soft_cap, out);
+    });
   }
 }
 

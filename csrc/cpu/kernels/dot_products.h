@@ -142,6 +142,18 @@ struct LevelBytes<LAYOUT> {
   }
 };
 
+// Calls fn.operator()<N>(first) for `count` queries or tokens, N from `first` on: four at a time, then those left over.
+template <typename Fn>
+ALWAYS_INLINE void in_fours(int count, Fn&& fn) {
+  int first = 0;
+  for (; first + 4 <= count; first += 4) fn.template operator()<4>(first);
+  switch (count - first) {
+    case 3: return fn.template operator()<3>(first);
+    case 2: return fn.template operator()<2>(first);
+    case 1: return fn.template operator()<1>(first);
+  }
+}
+
 // Sixteen rows of codes. Up to kReadBehind bytes behind a row are read.
 constexpr int kReadBehind = 15;
 struct CodeRows {

@@ -208,13 +208,9 @@ inline void add_block(const uint8_t* block, const WeightLevels<WIDTH>& levels, c
     const uint8_t* codes = block + c * format::WeightBlock::kWarpBytes;
     const HalfLevels<WIDTH> low(codes, levels), high(codes + kHalfBytes, levels);
     const uint8_t* of_chunk = factors + c * kOfChunk;
-    const auto add = [&]<int TOKENS>(int t) __attribute__((always_inline)) {
+    in_fours(count, [&]<int TOKENS>(int t) __attribute__((always_inline)) {
       add_chunk<WIDTH, TOKENS>(low, high, scales + 32 * c, of_chunk + t * kStride, kStride, unit + t, sums + 32 * t);
-    };
-    int t = 0;
-    for (; t + 4 <= count; t += 4) add.template operator()<4>(t);
-    for (; t + 2 <= count; t += 2) add.template operator()<2>(t);
-    for (; t < count; ++t) add.template operator()<1>(t);
+    });
   }
 }
 

@@ -54,15 +54,10 @@ void mass_of_codes(const PagedBlocks& blocks, int64_t begin, int64_t end, const 
     Ahead ahead = blocks.ahead(at + kBlockTokens, seen.end);
     Floats total[kGroups];
     for (int g = 0; g < kGroups; ++g) total[g] = broadcast(0.0f);
-    int q = 0;
-    for (; q + 4 <= rows.count; q += 4) {
-      weigh_keys<KEYS, 4>(k, rows, to, b, keys, ahead, q, total);
+    in_fours(rows.count, [&]<int QUERIES>(int q) {
+      weigh_keys<KEYS, QUERIES>(k, rows, to, b, keys, ahead, q, total);
       ahead = {};  // it is prefetched once
-    }
-    for (; q < rows.count; ++q) {
-      weigh_keys<KEYS, 1>(k, rows, to, b, keys, ahead, q, total);
-      ahead = {};
-    }
+    });
     for (int g = b.first_group; g < b.end_group; ++g) add_mass(to, at + g * kGroupTokens, total[g]);
   }
 }
@@ -93,12 +88,15 @@ void mass_of_runs(const ExactKeys& e, int count, RunOf&& run_of, float softmax_s
       for (int c = 0; c < d; c += 16) store(scratch + t * d + c, load_float(key + c));
     }
     Floats total = broadcast(0.0f);
-    for (int r = 0; r < count; ++r) {
-      const auto [from, until] = of_sixteen(run_of(r), first);
-      if (from >= until || to.lse[r] == -kInfinity) continue;
-      const Floats weight = weight_of(exact_logits(e, scratch, r, softmax_scale, soft_cap), to.lse[r]);
-      total = total + select(lanes_of(from, until), weight, broadcast(0.0f));
-    }
+    for_same_runs(count, run_of, first, [&]<int QUERIES>(int row, ExactRun run) {
+      Floats logits[QUERIES];
+      exact_logits<QUERIES>(e, scratch, row, softmax_scale, soft_cap, logits);
+      for (int q = 0; q < QUERIES; ++q) {
+        if (to.lse[row + q] == -kInfinity) continue;
+        const Floats weight = weight_of(logits[q], to.lse[row + q]);
+        total = total + select(lanes_of(run), weight, broadcast(0.0f));
+      }
+    });
     add_mass(to, first, total);
   }
 }

@@ -1,8 +1,9 @@
 // The ops mla_store, mla_load and mla_attention: latents to the codes of page records, back, and attention from them.
 //
-// A latent is key and value at once. As a key its row of codes is read in place. As a value it is read token by token
-// in other kernels' order, so the levels of a block become panels of bytes once, which all queries share: with the 16
-// heads and more that models have, that costs little beside the products.
+// A latent is key and value at once. As a key, its row of codes is multiplied as it is. A value is multiplied channel
+// by channel for four tokens at once, and rows do not lie in that order. So the levels of each block of keys are
+// written out once as panels of bytes, from which all queries read: models have 16 heads and more, beside whose
+// products this costs little.
 #pragma once
 
 #include "cpu/kernels/attention.h"
@@ -108,7 +109,7 @@ struct LatentScratch {
   uint8_t* keys;     // [kBlockTokens, row_bytes]: rows of codes, their words in order
   uint8_t* codes;    // [d]
   float* ropes;      // [kBlockTokens, rope_dim]
-  Factors* weights;  // [kQueryGroup, patterns, kGroups]
+  Factors* weights;  // [kQueriesAtOnce, patterns, kGroups]
 };
 inline int64_t attend_latents_scratch_bytes(const LatentKeys& k) {
   const int64_t d = k.record.latent_dim;

@@ -55,7 +55,7 @@ inline void project_rows(const float* rows, int count, int64_t stride, format::S
 inline float project_row(const float* row, format::Split split, const float* x) {
   float total = 0;
   for (int b = 0; b < split.blocks; ++b) {
-    float t[8];
+    float t[8] = {};
     for (int i = 0; i < split.block; ++i) t[i] = row[b * split.block + i] * x[b * split.block + i];
     for (int n = split.block / 2; n > 0; n /= 2) {
       for (int i = 0; i < n; ++i) t[i] = t[2 * i] + t[2 * i + 1];

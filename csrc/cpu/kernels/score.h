@@ -57,13 +57,9 @@ template <Layout LAYOUT>
 void score_codes(const DenseRows& k, int64_t begin, int64_t end, const ScoreQueries& q, const Scores& out,
                  uint8_t* scratch) {
   const LevelBytes<LAYOUT> table(k.levels, 1 << format::num_bits(LAYOUT.width));
-  int i = 0;
-  for (; i + 4 <= q.count; i += 4) score_queries<LAYOUT, 4>(k, table, begin, end, q, i, out, scratch);
-  if (i + 2 <= q.count) {
-    score_queries<LAYOUT, 2>(k, table, begin, end, q, i, out, scratch);
-    i += 2;
-  }
-  if (i < q.count) score_queries<LAYOUT, 1>(k, table, begin, end, q, i, out, scratch);
+  in_fours(q.count, [&]<int QUERIES>(int first) {
+    score_queries<LAYOUT, QUERIES>(k, table, begin, end, q, first, out, scratch);
+  });
 }
 
 inline void score_rows(const DenseRows& k, int64_t begin, int64_t end, const ScoreQueries& q, const Scores& out,

@@ -217,7 +217,7 @@ inline void pack_weight(const WeightBlocks& w, const WeightCodes& from, int64_t 
       for (int row = 0; row < rows; ++row) {
         const int64_t vector = (tile * format::kWeightRows + row) * w.groups + group;
         WeightRow of{from.codes + vector * b.group, from.scale[vector], {}};
-        for (int s = 0; s < b.subs(); ++s) of.multipliers[s] = from.multipliers[vector * b.subs() + s];
+        for (int s = 0; s < b.subs() && s < kMostSubs; ++s) of.multipliers[s] = from.multipliers[vector * b.subs() + s];
         put_weight_row<width.value>(b, block, row, of);
       }
     });

@@ -5,6 +5,7 @@
 #include "cpu/kernels/attention.h"
 #include "cpu/kernels/cache.h"
 #include "cpu/kernels/codec.h"
+#include "cpu/kernels/convert.h"
 #include "cpu/kernels/group.h"
 #include "cpu/kernels/hadamard.h"
 #include "cpu/kernels/linear.h"
@@ -21,6 +22,9 @@ extern const Kernels kTable;
 constexpr Kernels make_table(const char* level) {
   return {
       .level = level,
+      .to_float = to_float,
+      .from_float = from_float,
+      .add_scaled = add_scaled,
       .hadamard = hadamard,
       .rotate = rotate,
       .rotate_back = rotate_back,
