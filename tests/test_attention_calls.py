@@ -1,11 +1,19 @@
 """Shapes of calls of attention: padding, layouts, given outputs, chunks, bad indices, graphs."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 import torch_turboquant as tt
 from tests.attention_cases import EPS, bounds, build, check, int32, run
 from tests.helpers import FLOATS, assert_same_bytes, entries_apart, garbage_cache, randn, to_device
+
+
+def memory_of_process(name):
+    """In bytes: VmRSS is what the process has now, VmHWM the most that it has had."""
+    return 1024 * int(re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 def test_padding_and_empty_sequences(device):
@@ -141,6 +149,34 @@ def test_any_chunks_of_a_prefill_give_the_same_result(device):
             score_error, out_error = bounds(whole, device)
             assert (out - expected[part]).abs().max() <= 2 * out_error
             assert (lse - expected_lse[part]).abs().max() <= 2 * score_error + 10 * EPS
+
+
+def test_a_long_call_takes_bounded_memory():
+    """The CPU attends to some of the rows at a time, and where it stops changes no result."""
+    tokens, heads, config = 6256, 32, tt.preset("k4v4", 128, page_size=16)
+    half = tokens // 2  # a multiple of the tokens whose rows the CPU takes together
+    cache, tables = tt.allocate_cache(config, tokens // 16, 1), tt.make_tables(config, 1)
+    k, v = randn(tokens, 1, 128, seed=1), randn(tokens, 1, 128, seed=2)
+    tt.cache_store(k, v, cache, torch.arange(tokens), config, tables)
+    table = torch.arange(tokens // 16, dtype=torch.int32)[None]
+    q = randn(tokens, heads, 128, seed=3, dtype=torch.bfloat16)
+
+    def attend(begin, end):
+        cu = int32(0, end - begin)
+        numbers = {"cu_seqlens_q": cu, "max_q_len": end - begin, "sliding_window": 64}
+        return tt.paged_attention(q[begin:end], cache, table, int32(end), config, tables, **numbers)
+
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    except OSError:
+        pytest.skip("needs a kernel that resets the peak of memory")
+    before = memory_of_process("VmRSS")
+    whole = attend(0, tokens)
+    grown = memory_of_process("VmHWM") - before
+    assert grown < whole[0].nbytes + 100 * 2**20
+    parts = zip(attend(0, half), attend(half, tokens), strict=True)
+    for one, both in zip(whole, parts, strict=True):
+        assert_same_bytes(one, torch.cat(both))
 
 
 @pytest.mark.cuda

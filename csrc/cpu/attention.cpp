@@ -17,10 +17,7 @@ void attend(const AttentionCall& call, const format::Record& record, const Tenso
             const Store& store) {
   const PagedAttention a(call, record);
   if (store) store();
-  dispatch_float(dtype_of(call.q), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    SpanAttention<PagedAttention>(a).run(data_of<T>(out), data_of<float>(lse), call.tokens());
-  });
+  SpanAttention<PagedAttention>(a).run(out, data_of<float>(lse));
 }
 
 // out_a, out_b: [..., d] of one dtype, lse_a, lse_b: float32 [...], all contiguous -> merged out and lse
@@ -34,25 +31,21 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
   const float* la = data_of<float>(lse_a);
   const float* lb = data_of<float>(lse_b);
   float* l = data_of<float>(lse);
-  dispatch_float(dtype_of(out_a), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const T* a = data_of<T>(out_a);
-    const T* b = data_of<T>(out_b);
-    T* to = data_of<T>(out);
-    parallel_for(lse.numel(), 64, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
-        const float top = std::max(la[r], lb[r]);
-        const bool none = top == -INFINITY;  // neither side saw a key
-        const float wa = none ? 0 : std::exp(la[r] - top), wb = none ? 0 : std::exp(lb[r] - top), total = wa + wb;
-        l[r] = none ? top : top + std::log(total);
-        const float fa = none ? 0 : wa / total, fb = none ? 0 : wb / total;
-        for (int64_t c = r * d; c < (r + 1) * d; ++c) {
-          // a side without keys has weight 0 and is not read: its output may be anything
-          const float x = fa == 0 ? 0 : fa * static_cast<float>(a[c]), y = fb == 0 ? 0 : fb * static_cast<float>(b[c]);
-          to[c] = static_cast<T>(x + y);
-        }
-      }
-    });
+  const Dtype dtype = dtype_of(out_a);
+  const int64_t row_bytes = d * element_size(dtype);
+  const uint8_t* a = static_cast<const uint8_t*>(out_a.data_ptr());
+  const uint8_t* b = static_cast<const uint8_t*>(out_b.data_ptr());
+  uint8_t* to = static_cast<uint8_t*>(out.data_ptr());
+  parallel_for(lse.numel(), row_grain(d, 8), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float top = std::max(la[r], lb[r]);
+      const bool none = top == -INFINITY;  // neither side saw a key
+      const float wa = none ? 0 : std::exp(la[r] - top), wb = none ? 0 : std::exp(lb[r] - top), total = wa + wb;
+      l[r] = none ? top : top + std::log(total);
+      const float fa = none ? 0 : wa / total, fb = none ? 0 : wb / total;
+      // A side without keys has a factor of 0 and is not read: its output may be anything.
+      kernels().add_scaled(a + r * row_bytes, fa, b + r * row_bytes, fb, dtype, d, to + r * row_bytes);
+    }
   });
   return {out, lse};
 }

@@ -60,7 +60,8 @@ class LayerStore {
       std::memcpy(tail_->vector(slot, head, row, 0), vector(keys_, token, head), bytes);
       std::memcpy(tail_->vector(slot, head, row, 1), vector(values_, token, head), bytes);
     };
-    parallel_for(keys_.rows.tokens * kv_heads, row_grain(d, 32), [&](int64_t begin, int64_t end) {
+    const int64_t work = 8 + 4 * (stored.keys.quantiser.num_steps + stored.values.quantiser.num_steps);
+    parallel_for(keys_.rows.tokens * kv_heads, row_grain(d, work), [&](int64_t begin, int64_t end) {
       kernels().store_tokens(stored, begin, end);
       for (int64_t item = begin; tail_ && item < end; ++item) copy_to_tail(item / kv_heads, item % kv_heads);
     });
@@ -90,14 +91,7 @@ class LayerStore {
 // -> k, v: [seqs, max_seq_len, kv_heads, head_dim], zero from seq_len on
 std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
   const format::Record record = check_load(c);
-  const std::vector<int64_t> lengths = checked_seq_lens(c.seq_lens, c.cache);
-  const int32_t* table = data_of<int32_t>(c.block_table);
-  for (int64_t s = 0; s < c.seqs(); ++s) {
-    STD_TORCH_CHECK(lengths[s] <= c.max_seq_len, "sequence ", s, " has ", lengths[s], " tokens, more than max_seq_len ",
-                    c.max_seq_len);
-    check_pages(table + s * c.block_table.stride(0), c.max_pages(), c.cache.size(0), record.page_size, s, 0,
-                lengths[s]);
-  }
+  const std::vector<int64_t> lengths = checked_loads(c, record.page_size);
   const Levels key_levels(record.key_width(), checked_levels(c.key_levels, c.cache, c.key_bits, "key_levels"));
   const Levels value_levels(record.value_width(),
                             checked_levels(c.value_levels, c.cache, c.value_bits, "value_levels"));
@@ -107,7 +101,7 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
   const LoadedTokens loaded{.record = record,
                             .pages = data_of<uint8_t>(c.cache),
                             .page_stride = entry_stride(c.cache),
-                            .block_table = table,
+                            .block_table = data_of<int32_t>(c.block_table),
                             .table_stride = c.block_table.stride(0),
                             .lengths = lengths.data(),
                             .kv_heads = kv_heads,

@@ -11,18 +11,16 @@ namespace {
 // Calls fn(row) with the channels in float32 of all tokens of `heads` neighbouring heads.
 template <typename Fn>
 void for_each_row(const Tensor& x, int64_t first_head, int64_t heads, int64_t skip, float* row, Fn&& fn) {
-  dispatch_float(dtype_of(x), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    for (int64_t b = 0; b < x.size(0); ++b) {
-      for (int64_t h = first_head; h < first_head + heads; ++h) {
-        for (int64_t t = skip; t < x.size(2); ++t) {
-          const int64_t at = b * x.stride(0) + h * x.stride(1) + t * x.stride(2);
-          to_float(static_cast<const T*>(element(x, at)), row, x.size(3));
-          fn(row);
-        }
+  const int64_t batch = x.size(0), tokens = x.size(2), d = x.size(3);
+  const int64_t of_batch = x.stride(0), of_head = x.stride(1), of_token = x.stride(2);
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t h = first_head; h < first_head + heads; ++h) {
+      for (int64_t t = skip; t < tokens; ++t) {
+        to_float(x, b * of_batch + h * of_head + t * of_token, d, row);
+        fn(row);
       }
     }
-  });
+  }
 }
 
 // Runs fn(layer, head) on torch's threads.

@@ -15,7 +15,7 @@ class Masses {
  public:
   // lse: float32 [tokens, q_heads], mass: float32 [seqs, kv_heads, keys]
   Masses(const PagedAttention& call, const float* lse, float* mass, int64_t keys)
-      : a_(call), rows_(call), mass_(mass), keys_(keys), lse_(rows_.count()) {
+      : a_(call), rows_(call), tokens_(span_tokens(call.kv_heads)), mass_(mass), keys_(keys), lse_(rows_.count()) {
     const std::vector<RowSet>& sets = rows_.sets();
     for (size_t first = 0, end; first < sets.size(); first = end) {
       end = first + 1;
@@ -32,41 +32,39 @@ class Masses {
   }
 
   void run() {
-    rows_.prepare();
-    parallel_for(spans_.size(), 1, [&](int64_t begin, int64_t end) {
-      const Scratch scratch(a_.scratch_bytes());
-      for (int64_t i = begin; i < end; ++i) add_coded(spans_[i], scratch.as<void>());
-    });
-    parallel_for(heads_.size(), 1, [&](int64_t begin, int64_t end) {
-      const Scratch scratch(int64_t{sizeof(float)} * 16 * a_.key_dim);
-      for (int64_t i = begin; i < end; ++i) add_exact(heads_[i], scratch.as<float>());
-    });
+    rows_.prepare(rows_.sets());
+    for_each_dynamically(
+        spans_.size(), [&] { return Scratch(a_.scratch_bytes()); },
+        [&](int64_t i, const Scratch& scratch) { add_coded(spans_[i], scratch.as<void>()); });
+    for_each_dynamically(
+        heads_.size(), [&] { return Scratch(int64_t{sizeof(float)} * 16 * a_.key_dim); },
+        [&](int64_t i, const Scratch& scratch) { add_exact(heads_[i], scratch.as<float>()); });
   }
 
  private:
   // The sets of one sequence and KV head.
   using Head = std::span<const RowSet>;
-  struct Span {
-    int64_t head, begin;  // begin: a multiple of kSpanTokens
+  struct HeadSpan {
+    int64_t head, begin;  // begin: a multiple of tokens_
   };
 
   void add_spans(int64_t head) {
     int64_t begin = INT64_MAX, end = 0;
     for (const RowSet& set : heads_[head]) {
       if (set.begin >= set.end) continue;
-      begin = std::min(begin, set.begin / kSpanTokens * kSpanTokens);
+      begin = std::min(begin, set.begin / tokens_ * tokens_);
       end = std::max(end, set.end);
     }
-    for (int64_t at = begin; at < end; at += kSpanTokens) spans_.push_back({head, at});
+    for (int64_t at = begin; at < end; at += tokens_) spans_.push_back({head, at});
   }
 
   MassRows rows_of(const RowSet& set) const {
     return {.lse = &lse_[set.at], .mass = mass_ + (set.sequence * a_.kv_heads + set.kv_head) * keys_, .keys = keys_};
   }
 
-  void add_coded(const Span& span, void* scratch) const {
+  void add_coded(const HeadSpan& span, void* scratch) const {
     for (const RowSet& set : heads_[span.head]) {
-      const int64_t begin = std::max(span.begin, set.begin), end = std::min(span.begin + kSpanTokens, set.end);
+      const int64_t begin = std::max(span.begin, set.begin), end = std::min(span.begin + tokens_, set.end);
       if (begin >= end) continue;
       const int32_t* table = data_of<int32_t>(a_.call.block_table) + set.sequence * a_.call.block_table.stride(0);
       kernels().mass_of_pages(a_.paged, table, set.kv_head, begin, end, rows_.coded(set), rows_of(set), scratch);
@@ -83,11 +81,12 @@ class Masses {
 
   const PagedAttention& a_;
   PreparedRows<PagedAttention> rows_;
+  const int64_t tokens_;  // keys of a span
   float* mass_;
   int64_t keys_;
   std::vector<float> lse_;  // of the prepared rows
   std::vector<Head> heads_;
-  std::vector<Span> spans_;
+  std::vector<HeadSpan> spans_;
 };
 
 void add_mass(const AttentionCall& call, const format::Record& record, const Tensor& lse, const Tensor& mass) {

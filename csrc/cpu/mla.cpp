@@ -26,14 +26,15 @@ const float* signs_of(const OptionalTensor& signs) { return signs ? checked_sign
 struct LatentTail {
   Tensor tensor;               // [max_seqs, rows, latent_dim + rope_dim]
   std::vector<int64_t> slots;  // [seqs], -1: it has no tail
+  int64_t stride, row_size;    // of an entry, of a row, in elements
   int64_t ring, sink_tokens;
 
   // tensor and slots have been checked but for the values of the latter
   LatentTail(const Tensor& tail, const Tensor& tail_slots, int64_t sinks)
-      : tensor(tail), slots(checked_tail_slots(tail_slots, tail.size(0))), ring(tail.size(1) - sinks),
-        sink_tokens(sinks) {}
-  void* row(int64_t slot, int64_t row) const {
-    return element(tensor, format::latent_tail_offset(slot, entry_stride(tensor), row, tensor.size(2)));
+      : tensor(tail), slots(checked_tail_slots(tail_slots, tail.size(0))), stride(entry_stride(tail)),
+        row_size(tail.size(2)), ring(tail.size(1) - sinks), sink_tokens(sinks) {}
+  uint8_t* row(int64_t slot, int64_t row) const {
+    return static_cast<uint8_t*>(element(tensor, format::latent_tail_offset(slot, stride, row, row_size)));
   }
 };
 
@@ -42,28 +43,25 @@ struct LatentTail {
 // Writes the tokens that enter the tail: as they are, or in the rotated space.
 void write_tail(const MlaStoreCall& c, const Destinations& to, const LatentTail& tail, const format::Channels& channels,
                 const float* signs) {
-  const int64_t r = c.latent_dim(), dr = c.rope_dim();
+  const int64_t r = c.latent_dim(), dr = c.rope_dim(), size = static_cast<int64_t>(c.latent.element_size());
   const format::Split split = format::split_dim(r);
-  dispatch_float(dtype_of(c.latent), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    parallel_for(c.tokens(), row_grain(r, 8), [&](int64_t begin, int64_t end) {
-      std::vector<float> y(r);
-      for (int64_t token = begin; token < end; ++token) {
-        if (to.sequence[token] < 0) continue;
-        const int64_t row = format::tail_row(to.position[token], tail.sink_tokens, tail.ring);
-        T* out = static_cast<T*>(tail.row(tail.slots[to.sequence[token]], row));
-        const T* x = data_of<T>(c.latent) + token * c.latent.stride(0);
-        std::copy_n(data_of<T>(c.rope) + token * c.rope.stride(0), dr, out + r);
-        if (!c.rotated_tail) {
-          std::copy_n(x, r, out);
-          continue;
-        }
-        to_float(x, y.data(), r);
-        if (channels.scale) multiply(y.data(), channels.scale, r);
-        if (signs) rotate(y.data(), signs, split);
-        from_float(y.data(), out, r);
+  const int64_t latent_stride = c.latent.stride(0), rope_stride = c.rope.stride(0);
+  parallel_for(c.tokens(), row_grain(r, 8), [&](int64_t begin, int64_t end) {
+    std::vector<float> y(r);
+    for (int64_t token = begin; token < end; ++token) {
+      if (to.sequence[token] < 0) continue;
+      const int64_t row = format::tail_row(to.position[token], tail.sink_tokens, tail.ring);
+      uint8_t* out = tail.row(tail.slots[to.sequence[token]], row);
+      std::memcpy(out + r * size, element(c.rope, token * rope_stride), dr * size);
+      if (!c.rotated_tail) {
+        std::memcpy(out, element(c.latent, token * latent_stride), r * size);
+        continue;
       }
-    });
+      to_float(c.latent, token * latent_stride, r, y.data());
+      if (channels.scale) multiply(y.data(), channels.scale, r);
+      if (signs) rotate(y.data(), signs, split);
+      kernels().from_float(y.data(), dtype_of(c.latent), r, out);
+    }
   });
 }
 
@@ -92,25 +90,18 @@ void store(const MlaStoreCall& c, const format::LatentRecord& record) {
                              .pages = data_of<uint8_t>(c.cache),
                              .page_stride = entry_stride(c.cache),
                              .slots = to.slot.data()};
-  parallel_for(c.tokens(), row_grain(r, 32),
+  parallel_for(c.tokens(), row_grain(r, 4 + 4 * stored.quantiser.num_steps),
                [&](int64_t begin, int64_t end) { kernels().store_latents(stored, begin, end); });
   if (tail) write_tail(c, to, *tail, stored.channels, signs);
 }
 
 void load(const MlaLoadCall& c, const format::LatentRecord& record, const Tensor& latent, const Tensor& rope) {
-  const std::vector<int64_t> lengths = checked_seq_lens(c.seq_lens, c.cache);
-  const int32_t* table = data_of<int32_t>(c.block_table);
-  for (int64_t s = 0; s < c.seqs(); ++s) {
-    STD_TORCH_CHECK(lengths[s] <= c.max_seq_len, "sequence ", s, " has ", lengths[s], " tokens, more than max_seq_len ",
-                    c.max_seq_len);
-    check_pages(table + s * c.block_table.stride(0), c.max_pages(), c.cache.size(0), record.page_size, s, 0,
-                lengths[s]);
-  }
+  const std::vector<int64_t> lengths = checked_loads(c, record.page_size);
   const Levels levels(record.width(), checked_levels(c.levels, c.cache, c.bits, "levels"));
   const LoadedLatents loaded{.record = record,
                              .pages = data_of<uint8_t>(c.cache),
                              .page_stride = entry_stride(c.cache),
-                             .block_table = table,
+                             .block_table = data_of<int32_t>(c.block_table),
                              .table_stride = c.block_table.stride(0),
                              .lengths = lengths.data(),
                              .max_seq_len = c.max_seq_len,
@@ -198,11 +189,8 @@ struct LatentAttention {
 
   void load_query(int64_t token, int64_t head, float* to) const {
     const Tensor &latent = call.q_latent, &rope = call.q_rope;
-    dispatch_float(dtype_of(latent), [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      to_float(data_of<T>(latent) + token * latent.stride(0) + head * latent.stride(1), to, value_dim);
-      to_float(data_of<T>(rope) + token * rope.stride(0) + head * rope.stride(1), to + value_dim, key_dim - value_dim);
-    });
+    to_float(latent, token * latent.stride(0) + head * latent.stride(1), value_dim, to);
+    to_float(rope, token * rope.stride(0) + head * rope.stride(1), key_dim - value_dim, to + value_dim);
   }
   float rotate_query(int64_t, const float* query, float* to) const {
     std::copy_n(query, value_dim, to);
@@ -246,10 +234,7 @@ struct LatentAttention {
 
 void attend(const MlaAttentionCall& call, const format::LatentRecord& record, const Tensor& out, const Tensor& lse) {
   const LatentAttention a(call, record);
-  dispatch_float(dtype_of(call.q_latent), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    SpanAttention<LatentAttention>(a).run(data_of<T>(out), data_of<float>(lse), call.tokens());
-  });
+  SpanAttention<LatentAttention>(a).run(out, data_of<float>(lse));
 }
 
 }  // namespace

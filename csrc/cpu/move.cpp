@@ -13,9 +13,8 @@ namespace {
 struct Slots {
   std::vector<int64_t> from, to;
 
-  Slots(const MoveCall& c, int64_t num_slots) : from(all_of(c.sources)), to(all_of(c.targets)) {
-    check(from, "sources", num_slots);
-    check(to, "targets", num_slots);
+  Slots(const MoveCall& c, int64_t num_slots)
+      : from(checked_slots(c.sources, 1, "sources", num_slots)), to(checked_slots(c.targets, 1, "targets", num_slots)) {
     std::vector<int64_t> used;
     for (int64_t head = 0; head < c.kv_heads(); ++head) {
       used.clear();
@@ -29,22 +28,6 @@ struct Slots {
     }
   }
   bool moves(int64_t i) const { return from[i] >= 0 && to[i] >= 0; }
-
- private:
-  static std::vector<int64_t> all_of(const Tensor& slots) {
-    std::vector<int64_t> values(static_cast<size_t>(slots.numel()));
-    const bool wide = slots.scalar_type() == ScalarType::Long;
-    for (size_t i = 0; i < values.size(); ++i) {
-      values[i] = wide ? data_of<int64_t>(slots)[i] : data_of<int32_t>(slots)[i];
-    }
-    return values;
-  }
-  static void check(const std::vector<int64_t>& slots, const char* name, int64_t num_slots) {
-    for (int64_t slot : slots) {
-      STD_TORCH_CHECK(slot >= -1 && slot < num_slots, name, " holds ", slot,
-                      ", supported: ", range_text(-1, num_slots - 1));
-    }
-  }
 };
 
 void cache_move(const MoveCall& c) {

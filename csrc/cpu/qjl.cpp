@@ -19,16 +19,12 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
   uint8_t* bits_out = data_of<uint8_t>(bits);
   float* norm_out = data_of<float>(norm);
   const Rows rows(residual);
-  dispatch_float(dtype_of(residual), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const T* in = data_of<T>(residual);
-    parallel_for(rows.count(), 8, [&](int64_t begin, int64_t end) {
-      std::vector<float> r(d), projected(sketch.rows());
-      for (int64_t i = begin; i < end; ++i) {
-        to_float(in + rows(i), r.data(), d);
-        norm_out[i] = sketch.sketch(r.data(), bits_out + i * sketch.bytes(), projected.data());
-      }
-    });
+  parallel_for(rows.count(), 8, [&](int64_t begin, int64_t end) {
+    std::vector<float> r(d), projected(sketch.rows());
+    for (int64_t i = begin; i < end; ++i) {
+      to_float(residual, rows(i), d, r.data());
+      norm_out[i] = sketch.sketch(r.data(), bits_out + i * sketch.bytes(), projected.data());
+    }
   });
   return {bits, norm};
 }

@@ -70,10 +70,7 @@ struct PagedAttention {
 
   void load_query(int64_t token, int64_t head, float* to) const {
     const Tensor& q = call.q;
-    dispatch_float(dtype_of(q), [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      to_float(data_of<T>(q) + token * q.stride(0) + head * q.stride(1), to, value_dim);
-    });
+    to_float(q, token * q.stride(0) + head * q.stride(1), value_dim, to);
   }
   float rotate_query(int64_t kv_head, const float* query, float* to) const {
     const format::Channels of_head = channels.of_head(kv_head, value_dim);

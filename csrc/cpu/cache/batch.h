@@ -4,7 +4,6 @@
 
 #include <vector>
 
-#include "cpu/codec/codebook.h"
 #include "cpu/common/torch.h"
 
 namespace turboquant::cpu {
@@ -64,25 +63,22 @@ struct TailView {
   int64_t row_of(int64_t position) const { return format::tail_row(position, sink_tokens, ring); }
 };
 
-// The values of a checked tensor of int32 or int64 with one dimension.
-inline std::vector<int64_t> integers_of(const Tensor& t) {
-  std::vector<int64_t> values(static_cast<size_t>(t.numel()));
+// The slots in a checked tensor of int32 or int64, whose values are `stride` apart: -1 or below num_slots.
+inline std::vector<int64_t> checked_slots(const Tensor& t, int64_t stride, const char* name, int64_t num_slots) {
+  std::vector<int64_t> slots(static_cast<size_t>(t.numel()));
   const bool wide = t.scalar_type() == ScalarType::Long;
-  const int64_t stride = entry_stride(t);
-  for (size_t i = 0; i < values.size(); ++i) {
+  const void* data = t.data_ptr();
+  for (size_t i = 0; i < slots.size(); ++i) {
     const int64_t at = static_cast<int64_t>(i) * stride;
-    values[i] = wide ? data_of<int64_t>(t)[at] : data_of<int32_t>(t)[at];
+    slots[i] = wide ? static_cast<const int64_t*>(data)[at] : static_cast<const int32_t*>(data)[at];
+    STD_TORCH_CHECK(slots[i] >= -1 && slots[i] < num_slots, name, " holds ", slots[i],
+                    ", supported: ", range_text(-1, num_slots - 1));
   }
-  return values;
+  return slots;
 }
 
 inline std::vector<int64_t> checked_tail_slots(const Tensor& tail_slots, int64_t max_seqs) {
-  std::vector<int64_t> slots = integers_of(tail_slots);
-  for (int64_t slot : slots) {
-    STD_TORCH_CHECK(slot >= -1 && slot < max_seqs, "tail_slots holds ", slot,
-                    ", supported: ", range_text(-1, max_seqs - 1));
-  }
-  return slots;
+  return checked_slots(tail_slots, entry_stride(tail_slots), "tail_slots", max_seqs);
 }
 
 inline TailView checked_tail(const Tensor& tail, const OptionalTensor& tail_slots, const Tensor& first, int64_t seqs,
@@ -106,6 +102,19 @@ inline void check_pages(const int32_t* table, int64_t max_pages, int64_t num_pag
     STD_TORCH_CHECK(table[p] >= 0 && table[p] < num_pages, "block_table names page ", table[p], " for sequence ", s,
                     ", supported: ", range_text(0, num_pages - 1));
   }
+}
+
+// The lengths of the sequences that a call loads, and checks of them and of their pages.
+template <typename Call>
+std::vector<int64_t> checked_loads(const Call& c, int page_size) {
+  std::vector<int64_t> lengths = checked_seq_lens(c.seq_lens, c.cache);
+  for (int64_t s = 0; s < c.seqs(); ++s) {
+    STD_TORCH_CHECK(lengths[s] <= c.max_seq_len, "sequence ", s, " has ", lengths[s], " tokens, more than max_seq_len ",
+                    c.max_seq_len);
+    check_pages(data_of<int32_t>(c.block_table) + s * c.block_table.stride(0), c.max_pages(), c.cache.size(0),
+                page_size, s, 0, lengths[s]);
+  }
+  return lengths;
 }
 
 }  // namespace turboquant::cpu

@@ -12,11 +12,7 @@ struct Destinations {
 };
 
 inline Destinations checked_destinations(const Tensor& slot_mapping, int64_t tokens, int64_t num_slots) {
-  std::vector<int64_t> slots = integers_of(slot_mapping);
-  for (int64_t slot : slots) {
-    STD_TORCH_CHECK(slot >= -1 && slot < num_slots, "slot_mapping holds ", slot,
-                    ", supported: ", range_text(-1, num_slots - 1));
-  }
+  std::vector<int64_t> slots = checked_slots(slot_mapping, entry_stride(slot_mapping), "slot_mapping", num_slots);
   const std::vector<int64_t> none(tokens, -1);
   return {.slot = std::move(slots), .sequence = none, .position = none};
 }

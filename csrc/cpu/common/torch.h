@@ -1,8 +1,9 @@
-// The seam between the ops of the CPU and torch: dtype switch, conversions, threads and allocation. Nothing else in
+// The seam between the ops of the CPU and torch: threads and allocation. Nothing else in
 // csrc/cpu uses more of torch than Tensor itself.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -13,40 +14,34 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
 
 #include "checks.h"
+#include "cpu/kernels.h"
 #include "memory.h"
 
 namespace turboquant::cpu {
-
-struct ElementTypes {
-  using Float32 = float;
-  using Float16 = torch::headeronly::Half;
-  using BFloat16 = torch::headeronly::BFloat16;
-};
-
-// Calls fn(Tag<float | Half | BFloat16>) for the type of a tensor's elements.
-template <typename Fn>
-void dispatch_float(Dtype dtype, Fn&& fn) {
-  dispatch_dtype<ElementTypes>(dtype, fn);
-}
-
-template <typename T>
-void to_float(const T* in, float* out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<float>(in[i]);
-}
-
-template <typename T>
-void from_float(const float* in, T* out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(in[i]);
-}
 
 // fn(begin, end) over [0, n) on torch's threads; `grain` is the least work worth a thread.
 template <typename Fn>
 void parallel_for(int64_t n, int64_t grain, Fn&& fn) {
   if (n > 0) torch::stable::parallel_for(0, n, grain, std::forward<Fn>(fn));
+}
+
+// Calls fn(i, memory) for each i of [0, n) on torch's threads. Each thread takes the next i when it is done with its
+// last one, so units whose costs differ keep all threads busy. What a thread needs for its units, make() makes once.
+template <typename Make, typename Fn>
+void for_each_dynamically(int64_t n, Make&& make, Fn&& fn) {
+  std::atomic<int64_t> next{0};
+  parallel_for(n, 1, [&](int64_t, int64_t) {
+    int64_t i = next.fetch_add(1, std::memory_order_relaxed);
+    if (i >= n) return;
+    auto memory = make();
+    for (; i < n; i = next.fetch_add(1, std::memory_order_relaxed)) fn(i, memory);
+  });
+}
+template <typename Fn>
+void for_each_dynamically(int64_t n, Fn&& fn) {
+  for_each_dynamically(n, [] { return 0; }, [&](int64_t i, int) { fn(i); });
 }
 
 // Memory for kernels, aligned to cache lines and not initialised.
@@ -69,6 +64,11 @@ class Scratch {
 // The address of element i of a tensor's memory.
 inline void* element(const Tensor& t, int64_t i) {
   return static_cast<char*>(t.data_ptr()) + i * static_cast<int64_t>(t.element_size());
+}
+
+// `count` neighbouring elements of a tensor from element `first` on, as float32.
+inline void to_float(const Tensor& t, int64_t first, int64_t count, float* out) {
+  kernels().to_float(element(t, first), dtype_of(t), count, out);
 }
 
 // The data of a checked tensor, and of an optional one: null where it is absent.
@@ -96,9 +96,10 @@ inline int64_t row_grain(int64_t d, int64_t work) { return 1 + (1 << 18) / d / w
 // Rows, in the last dimension, of a tensor with arbitrary outer strides, counted over the flattened leading dimensions.
 class Rows {
  public:
-  explicit Rows(const Tensor& t, int64_t inner_dims = 1) : count_(t.numel() ? 1 : 0) {
+  explicit Rows(const Tensor& t) : count_(t.numel() ? 1 : 0) {
     if (count_ == 0) return;  // sizes and strides can be anything
-    for (int64_t i = 0; i + inner_dims < t.dim(); ++i) {
+    for (int64_t i = 0; i + 1 < t.dim(); ++i) {
+      if (t.size(i) == 1) continue;  // its stride can be anything, and would end a run
       count_ *= t.size(i);
       if (!sizes_.empty() && strides_.back() == t.stride(i) * t.size(i)) {  // it goes on where the last dimension ended
         sizes_.back() *= t.size(i);

@@ -8,10 +8,6 @@ namespace turboquant::cpu {
 inline void rotate(float* y, const float* signs, format::Split split) { kernels().rotate(y, signs, split); }
 inline void rotate_back(float* y, const float* signs, format::Split split) { kernels().rotate_back(y, signs, split); }
 
-inline void add(float* x, const float* y, int64_t d) {
-  for (int64_t c = 0; c < d; ++c) x[c] += y[c];
-}
-
 inline void multiply(float* x, const float* y, int64_t d) {
   for (int64_t c = 0; c < d; ++c) x[c] *= y[c];
 }

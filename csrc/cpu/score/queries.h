@@ -76,11 +76,7 @@ inline Scores scores_of(const ScoreShape& s, float* out, int64_t b, int64_t firs
 // Queries first .. first + count - 1 of batch entry b as float32 [count, d].
 inline void load_queries(const Tensor& q, const Rows& rows, const ScoreShape& s, int64_t b, int64_t first,
                          int64_t count, int64_t d, float* out) {
-  dispatch_float(dtype_of(q), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const T* in = data_of<T>(q);
-    for (int64_t i = 0; i < count; ++i) to_float(in + rows(b * s.queries + first + i), out + i * d, d);
-  });
+  for (int64_t i = 0; i < count; ++i) to_float(q, rows(b * s.queries + first + i), d, out + i * d);
 }
 
 }  // namespace turboquant::cpu
