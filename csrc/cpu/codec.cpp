@@ -20,7 +20,7 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
   const float* s = checked_signs(signs, "signs");
   const format::Channels channels = channels_of(center, data_of<float>(center), 1, d);
   const Rows rows(x);
-  parallel_for(rows.count(), row_grain(d, 16), [&](int64_t begin, int64_t end) {
+  parallel_for(rows.count(), row_grain(d, 4 + 4 * quantiser.num_steps), [&](int64_t begin, int64_t end) {
     rows.runs(begin, end, [&](int64_t first, int64_t count, int64_t offset, int64_t stride) {
       const EncodeRows some{.x = element(x, offset),
                             .dtype = dtype_of(x),

@@ -2,10 +2,10 @@
 // with them (docs/format.md section 13). linear_experts is in linear/experts.cpp.
 #include "calls/linear.h"
 
-#include <atomic>
 #include <cmath>
 
 #include "cpu/codec/codebook.h"
+#include "cpu/codec/codes.h"
 #include "cpu/common/torch.h"
 #include "cpu/linear/products.h"
 
@@ -58,14 +58,6 @@ Tensor weight_encode(const WeightEncodeCall& c) {
 
 Tensor weight_pack(const WeightPackCall& c) {
   const WeightShape shape = check_weight_pack(c);
-  const auto check_codes_fit = [](const Tensor& t, const char* name, int bits) {
-    std::atomic<bool> in_range{true};
-    const uint8_t* codes = data_of<uint8_t>(t);
-    parallel_for(t.numel(), 1 << 18, [&](int64_t begin, int64_t end) {
-      if (!kernels().codes_fit(codes + begin, end - begin, bits)) in_range = false;
-    });
-    STD_TORCH_CHECK(in_range, name, " holds values of ", 1 << bits, " or more, which do not fit ", bits, " bits");
-  };
   check_codes_fit(c.codes, "codes", shape.block.bits);
   static_assert(format::kMultiplierCodes == 1 << 4);
   if (c.multipliers) check_codes_fit(*c.multipliers, "multipliers", 4);

@@ -1,6 +1,5 @@
 // pack, unpack: dense little-endian bit strings of codes, 1 to 8 bits (docs/format.md section 7).
-#include <atomic>
-
+#include "cpu/codec/codes.h"
 #include "cpu/common/torch.h"
 #include "cpu/kernels.h"
 
@@ -12,12 +11,7 @@ Tensor pack(const Tensor& codes, int64_t bits) {
   check_pack_bits(bits);
   const int64_t d = check_codes(codes), row_bytes = format::dense_row_bytes(d, bits), rows = codes.numel() / d;
   const uint8_t* in = data_of<uint8_t>(codes);
-
-  std::atomic<bool> in_range{true};
-  parallel_for(codes.numel(), 1 << 18, [&](int64_t begin, int64_t end) {
-    if (!kernels().codes_fit(in + begin, end - begin, static_cast<int>(bits))) in_range = false;
-  });
-  STD_TORCH_CHECK(in_range, "codes holds values of ", 1 << bits, " or more, which do not fit ", bits, " bits");
+  check_codes_fit(codes, "codes", static_cast<int>(bits));
 
   Tensor packed = new_tensor(codes, leading_shape(codes, 1, {row_bytes}), ScalarType::Byte);
   uint8_t* out = data_of<uint8_t>(packed);

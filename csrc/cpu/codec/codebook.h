@@ -36,7 +36,10 @@ class Codebook {
     const int bits = format::num_bits(width);
     boundaries_.resize(kTreeNodes * num_steps);
     for (int s = 0; s < num_steps; ++s) {
-      const float units = steps[s] * (format::kUnitsPerSigma / 2 / static_cast<float>(format::boundary_grain(width)));
+      // With the widest units all boundaries but 0 are beyond every coordinate. Wider ones could become infinite.
+      constexpr float kWidest = 1 << 20;
+      const float grain = static_cast<float>(format::boundary_grain(width));
+      const float units = std::min(steps[s] * (format::kUnitsPerSigma / 2 / grain), kWidest);
       for (int node = 1; node < format::num_levels(width); ++node) {
         int depth = 0;
         while (node >> (depth + 1)) ++depth;

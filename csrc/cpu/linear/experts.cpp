@@ -1,9 +1,10 @@
 // linear_experts: products with those weights that a router has chosen for each token (docs/format.md section 13).
 //
 // Pairs of a token and an expert are put into the order of their experts. A piece is some pairs of one expert, no more
-// than linear_packed multiplies at once. The pieces of a turn are computed together: threads share first their pairs,
-// whose activations become integers, then their tiles of rows. A turn has as many pairs as memory of a bounded size
-// holds, and its results are copied to y, where the pairs of a token are neighbours.
+// than linear_packed multiplies at once. The pieces of a turn are computed together: threads share first the pieces,
+// whose activations become integers, then parts of a few tiles of each piece. Some pieces have one pair and others
+// hundreds, so a thread takes the next part when it is done with its last one. A turn has as many pairs as memory of a
+// bounded size holds, and its results are copied to y, where the pairs of a token are neighbours.
 #include <algorithm>
 #include <vector>
 
@@ -16,18 +17,6 @@ namespace {
 struct Piece {
   int64_t expert, first, count;
 };
-
-// Calls fn(piece, begin, end) so that together the calls for each piece have its parts [0, parts). Threads share them.
-template <typename Fn>
-void for_each_part(const std::vector<Piece>& pieces, int64_t parts, int64_t grain, Fn&& fn) {
-  parallel_for(static_cast<int64_t>(pieces.size()) * parts, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t next; begin < end; begin = next) {
-      const int64_t piece = begin / parts;
-      next = std::min(end, (piece + 1) * parts);
-      fn(pieces[static_cast<size_t>(piece)], begin - piece * parts, next - piece * parts);
-    }
-  });
-}
 
 class ExpertsProduct {
  public:
@@ -80,10 +69,14 @@ class ExpertsProduct {
 
   // The pieces of this turn, whose last pair is before `end`; the next turn begins there.
   void multiply(int64_t end) {
-    for_each_part(pieces_, 1, 1, [&](const Piece& p, int64_t, int64_t) { prepare(p); });
-    const int64_t row_work = of_.weight.k * format::kWeightRows;
-    for_each_part(pieces_, of_.weight.tiles(), 1 + (1 << 18) / row_work,
-                  [&](const Piece& p, int64_t begin, int64_t stop) { multiply_tiles(p, begin, stop); });
+    const int64_t pieces = static_cast<int64_t>(pieces_.size()), tiles = of_.weight.tiles();
+    for_each_dynamically(pieces, [&](int64_t i) { prepare(pieces_[static_cast<size_t>(i)]); });
+    // A part of one pair is worth taking, and one of a hundred pairs is a small share of a thread's work.
+    const int64_t most = 16 + (1 << 18) / (of_.weight.k * format::kWeightRows), parts = (tiles + most - 1) / most;
+    for_each_dynamically(pieces * parts, [&](int64_t i) {
+      const int64_t begin = i % parts * most;
+      multiply_tiles(pieces_[static_cast<size_t>(i / parts)], begin, std::min(begin + most, tiles));
+    });
     for (int64_t pair = turn_; pair < end; ++pair) {
       std::memcpy(element(y_, order_[static_cast<size_t>(pair)] * of_.weight.n), result(pair), row_bytes_);
     }
