@@ -13,7 +13,6 @@ leading dimensions, such as layers of the same shape.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_turboquant import _checks
+from torch_turboquant._budget import cheapest
 from torch_turboquant.format import MULTIPLIER_OFFSET, MULTIPLIER_UNIT
 from torch_turboquant.ops.hadamard import hadamard
 from torch_turboquant.ops.linear import weight_pack, weight_unpack
@@ -280,11 +280,7 @@ class Choice(NamedTuple):
 
 
 def allocate(choices: Mapping[str, Sequence[Choice]], budget: float) -> dict[str, Choice]:
-    """The formats of least total cost whose bits are within the budget.
-
-    Starts from the smallest formats and spends bits where they lower the cost most per bit, among
-    the choices on the lower convex hull of each linear. The result is the best for the bits that it
-    takes; it may leave less of the budget unused than one linear's next choice takes.
+    """The formats of least total cost whose bits are within the budget (see `cheapest`).
 
     Args:
         choices: of each linear by its name, at least one.
@@ -297,44 +293,18 @@ def allocate(choices: Mapping[str, Sequence[Choice]], budget: float) -> dict[str
         ValueError: the smallest choices exceed the budget, a linear has no choice, or a cost is
             not a finite number.
     """
-    steps = []
-    chosen: dict[str, Choice] = {}
     for name, given in choices.items():
         if not given:
             raise ValueError(f"{name} has no format to choose from")
         if not all(math.isfinite(choice.cost) for choice in given):
             raise ValueError(f"costs must be finite numbers, those of {name} are not")
-        hull = _hull(given)
-        chosen[name] = hull[0]
-        for before, after in itertools.pairwise(hull):
-            gain = (before.cost - after.cost) / (after.bits - before.bits)
-            steps.append((gain, name, before, after))
-    left = budget - sum(choice.bits for choice in chosen.values())
-    if left < 0:
+    bits = [[choice.bits for choice in given] for given in choices.values()]
+    least = sum(map(min, bits))
+    if least > budget:
         raise ValueError(
-            f"the budget of {budget:.0f} bits is below the {budget - left:.0f} bits that the "
-            "smallest formats take"
+            f"the budget of {budget:.0f} bits is below the {least:.0f} bits that the smallest "
+            "formats take"
         )
-    steps.sort(key=lambda step: -step[0])
-    for _, name, before, after in steps:
-        # on a hull gains fall, so a linear's steps come in order; one that is left out ends them
-        if chosen[name] is before and after.bits - before.bits <= left:
-            chosen[name] = after
-            left -= after.bits - before.bits
-    return chosen
-
-
-def _hull(given: Sequence[Choice]) -> list[Choice]:
-    """The choices on the lower convex hull of cost over bits, by bits; each costs less."""
-    hull: list[Choice] = []
-    for choice in sorted(given, key=lambda choice: (choice.bits, choice.cost)):
-        if hull and choice.cost >= hull[-1].cost:
-            continue
-        while len(hull) > 1 and _slope(hull[-2], choice) <= _slope(hull[-2], hull[-1]):
-            hull.pop()
-        hull.append(choice)
-    return hull
-
-
-def _slope(a: Choice, b: Choice) -> float:
-    return (b.cost - a.cost) / (b.bits - a.bits)
+    costs = [[choice.cost for choice in given] for given in choices.values()]
+    numbers = cheapest(bits, costs, budget)
+    return {name: choices[name][i] for name, i in zip(choices, numbers, strict=True)}

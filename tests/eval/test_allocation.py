@@ -38,6 +38,13 @@ def test_an_allocation_holds_its_budget_to_the_last_bit():
     assert sorted(allocation.allocate(lost, [2.0, 3.0, 4.0], 2.99999).values()) == [0, 1]
 
 
+def test_an_allocation_of_many_layers_is_not_rounded():
+    """Half of the layers get the larger preset, which takes the budget to the last bit."""
+    lost = {layer: [1.0, 0.0] for layer in range(34)}
+    chosen = allocation.allocate(lost, [2.0, 3.1], 2.55)
+    assert list(chosen) == list(range(34)) and sum(chosen.values()) == 17
+
+
 def test_an_allocation_needs_room_for_the_smallest():
     with pytest.raises(ValueError, match="the smallest has 2"):
         allocation.allocate({0: [1.0, 0.5]}, [2.1, 3.1], 2.0)

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
+from torch_turboquant._budget import cheapest
 from torch_turboquant.config import preset
 from torch_turboquant.eval import measure
 from torch_turboquant.eval.caches import UNCOMPRESSED, Choice
@@ -27,7 +27,7 @@ from torch_turboquant.integrations.transformers.models import (
 
 REST = "k8v8"  # the preset of the layers that are not being measured
 PRESETS = ("k2v2", "k3v2", "k3v3", "k4v2", "k4v3", "k4v4", "k5v3u", "k5v4u", "k8v4", "k8v8")
-STEPS = 1 << 12  # the budget is divided into so many steps, and sizes are counted in them
+_ROUNDING = 1e-12  # of a budget: its product and the sum of sizes may differ in their last bits
 
 
 def sensitivities(
@@ -80,26 +80,9 @@ def allocate(
     """
     if min(bits) > budget:
         raise ValueError(f"no preset has {budget} bits or less; the smallest has {min(bits):.3f}")
-    # Sizes above the smallest, rounded up to whole steps so that the budget is never exceeded.
-    extra = np.array(bits) - min(bits)
-    total = (budget - min(bits)) * len(divergence)
-    sizes = (
-        np.ceil(extra / total * STEPS - 1e-9).astype(int) if total else (extra > 0) * (STEPS + 1)
-    )
-    best = np.zeros(STEPS + 1)  # the least sum for each number of steps that may be spent
-    choices = []
-    for costs in divergence.values():
-        options = np.full((len(bits), STEPS + 1), np.inf)
-        for number, (size, cost) in enumerate(zip(sizes, costs, strict=True)):
-            if size <= STEPS:
-                options[number, size:] = best[: STEPS + 1 - size] + cost
-        choices.append(options.argmin(0))
-        best = options.min(0)
-    left, chosen = STEPS, {}
-    for layer, numbers in zip(reversed(divergence), reversed(choices), strict=True):
-        chosen[layer] = int(numbers[left])
-        left -= sizes[chosen[layer]]
-    return dict(sorted(chosen.items()))
+    sizes = [bits] * len(divergence)
+    total = budget * len(divergence) * (1 + _ROUNDING)
+    return dict(zip(divergence, cheapest(sizes, list(divergence.values()), total), strict=True))
 
 
 def bits_of(model: Any, presets: Sequence[str] = PRESETS) -> list[float]:
