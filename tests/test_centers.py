@@ -105,6 +105,28 @@ def test_centers_come_back(tmp_path):
         centers.save(path, found[:1], LLAMA)
 
 
+def test_files_that_cannot_be_read(tmp_path):
+    """The errors are those of other files: what is there, and which version has written it."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        centers.load(tmp_path / "nowhere", LLAMA)
+    with pytest.raises(IsADirectoryError, match="is a folder; name a file"):
+        centers.load(tmp_path, LLAMA)
+    path, tensor = tmp_path / "file", {"x": torch.zeros(1)}
+    newer = {"format": "torch_turboquant centers 2", "version": "9.1"}
+    for metadata, says in (
+        (newer, "was written by torch_turboquant 9.1 in another format, 'torch_turboquant cen"),
+        ({"format": "pt"}, "is no file of centers: its format is 'pt', expected 'torch_turboq"),
+        (None, "is no file of centers: its format is '', expected"),
+    ):
+        safetensors.save_file(tensor, path, metadata)
+        with pytest.raises(ValueError, match=says):
+            centers.load(path, LLAMA)
+    path.write_bytes(b"abc")
+    with pytest.raises(ValueError, match="is no file of centers, or damaged"):
+        centers.load(path, LLAMA)
+
+
 def test_layers_of_different_sizes(tmp_path):
     pytest.importorskip("safetensors")
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}

@@ -108,22 +108,13 @@ def load(path: str | os.PathLike[str], config: Any) -> dict[int, Tensor]:
     config: of the model, as for fingerprint.
 
     Raises:
+        OSError: the file cannot be read.
         ValueError: the file holds anything else, is damaged, or holds centers of a model with
             another fingerprint.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            found = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no file of centers, or damaged: {error}") from error
-    if found.get("format") != FILE_FORMAT:
-        raise ValueError(
-            f"{path} is no file of centers: its format is {found.get('format')!r}, expected "
-            f"{FILE_FORMAT!r}"
-        )
+    with _files.opened(path, "centers", FILE_FORMAT) as file:
+        found = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
     if wrong := differences(found, fingerprint(config)):
         raise ValueError(f"{path} holds the centers of another model: {wrong}")
     _check_tensors(str(path), tensors, config)

@@ -334,7 +334,7 @@ def test_files_that_are_no_centers(tmp_path):
     path, model = tmp_path / "centers.safetensors", make_model()
     good = calibrated(model)
     save_file({"layers.0.center": good[0]}, path)  # as an older version wrote them: no fingerprint
-    with pytest.raises(ValueError, match="format is None, expected 'torch_turboquant centers 1'"):
+    with pytest.raises(ValueError, match="format is '', expected 'torch_turboquant centers 1'"):
         load_centers(path, model)
     for match, centers in {
         "2 centers, expected one for each of 3": good[:2],
