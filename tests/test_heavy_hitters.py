@@ -290,6 +290,21 @@ def test_a_sequence_that_is_named_twice(device):
             assert_same_bytes(new, old)
 
 
+def test_a_sequence_in_an_open_batch():
+    pool = pool_of("cpu")
+    hitters = tt.HeavyHitters(pool, 40, interval=8, window=2, keep_last=4)
+    seq = due(pool, hitters)
+    before = [pool.load(layer, seq) for layer in range(LAYERS)]
+    batch = pool.reserve([seq])
+    with pytest.raises(RuntimeError, match="this sequence is in an open batch"):
+        hitters.evict([seq])
+    pool.rollback(batch)
+    for layer in range(LAYERS):
+        for old, new in zip(before[layer], pool.load(layer, seq), strict=True):
+            assert_same_bytes(new, old)
+    assert hitters.evict([seq]) == [seq]
+
+
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_failure_in_the_middle(failing, device, monkeypatch):
     """A sequence whose layers hold different tokens is nobody's."""

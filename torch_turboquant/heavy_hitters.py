@@ -99,6 +99,7 @@ class HeavyHitters:
         self.pool, self.budget, self.interval = pool, budget, interval
         self.window, self.decay = window, decay
         self.softmax_scale, self.soft_cap = softmax_scale, soft_cap
+        self._put = pool._memory.put
         self._owner: list[PoolSequence | None] = [None] * pool.max_seqs
         self._seen = np.full((pool.max_seqs, window), -1)  # position of each query that is kept
         self._steps = np.zeros(pool.max_seqs, dtype=np.int64)  # that were observed since a cut
@@ -182,9 +183,6 @@ class HeavyHitters:
             self._q[layer], self._lse[layer], self._mass[layer] = kept_q, lse, mass
         return kept_q, lse, mass
 
-    def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.pool.device, non_blocking=True)
-
     # ---- eviction
 
     def due(self, seq: PoolSequence) -> bool:
@@ -209,7 +207,9 @@ class HeavyHitters:
         Raises:
             PoolExhausted: too few free pages for copies of pages that are shared; nothing has
                 changed.
-            RuntimeError: a layer was never observed.
+            RuntimeError: a layer was never observed, or a sequence that is due is in an open batch;
+                a device without memory for the work, as PagedKVPool.compact.
+            ValueError: a sequence that is due is there twice.
         """
         due = [seq for seq in sequences if self.due(seq)]
         if not due:

@@ -360,7 +360,9 @@ class Books:
         left: Counter[int] = Counter()  # owners that pages are going to lose
         shared = []
         for seq in sequences:
-            for column, page in enumerate(self.pages(seq)[: self.pages_of(length)].tolist()):
+            pages = self.pages(seq)[: self.pages_of(length)]
+            for column in np.flatnonzero(self._owners[pages] > 1).tolist():
+                page = int(pages[column])
                 if self._owners[page] - left[page] > 1:
                     left[page] += 1
                     shared.append((seq, column, page))
