@@ -1,9 +1,11 @@
 """Whole evaluations: rows of results, and that an interrupted run goes on."""
 
+import copy
 import json
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -95,6 +97,16 @@ def test_rows_of_another_model_of_the_same_name_do_not_count(result, readings):
     assert found[1]["kl"] != result[1]["kl"]
     left = rows.without(result, found)
     assert [row["cache"] for row in left] == ["int4", "k2v2"]  # never two rows of one name
+
+
+def test_a_training_of_any_channels_makes_another_model(model, result, readings):
+    """The elements that stand for a weight are not all of its first column."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in other.model.layers:
+            layer.mlp.up_proj.weight[:, 1:] *= 1.5
+    evaluate(other, result, choices=CHOICES[:1])
+    assert readings.names == ["none", "k4v4"]
 
 
 def test_rows_without_layers_are_measured_again_for_them(model, result, readings):

@@ -29,6 +29,7 @@ from torch_turboquant.integrations.transformers.models import (
     layer_windows,
     text_config,
 )
+from torch_turboquant.integrations.transformers.saving import weights_digest
 
 Row = dict[str, Any]
 
@@ -59,18 +60,8 @@ def describe(model: Any, name: str, text: Tensor, settings: Settings) -> Row:
         "kv_heads": kv_heads_of(config),
         "head_dim": head_dim_of(config),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "weights_digest": digest_of(model),
+        "weights_digest": weights_digest(model)[:16],
     }
-
-
-def digest_of(model: Any) -> str:
-    """Tells models of one name apart: of some numbers of each parameter."""
-    found = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        step = max(1, parameter.numel() // 64)
-        some = parameter.detach().flatten()[::step].float().cpu().contiguous()
-        found.update(f"{name} {list(parameter.shape)}".encode() + some.numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def files_of(choice: str) -> dict[str, str]:
