@@ -7,6 +7,7 @@ what presets, widths and head_dims take is compared with the lists that they com
 import itertools
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -373,6 +374,18 @@ def test_latents_by_preset_or_bits(name):
     half = {"dtype": "float16", "rope_dtype": "bfloat16"}
     assert kernel_choice("mla_attention", **shape, **half).kernel == "general"
     assert kernel_choice("mla_attention", **shape, dtype="float16") == found
+
+
+@pytest.mark.parametrize("name", ["head_dim", "vectors", "bits", "search"])
+def test_sizes_are_whole_numbers(name):
+    """Of NumPy, too, but no truth values."""
+    shape = {"head_dim": 128, "vectors": 8, "bits": 4, "search": 1, "device": "H200"}
+    expected = kernel_choice("encode", **shape)
+    assert kernel_choice("encode", **{**shape, name: np.int64(shape[name])}) == expected
+    for wrong in (True, 8.0, "8"):
+        message = f"{name} is {wrong!r}, which is no whole number"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            kernel_choice("encode", **{**shape, name: wrong})
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,24 @@ def test_sizes_are_whole_numbers(name, value):
         with pytest.raises(ValueError, match=f"{name} is {value!r}, which is no whole number"):
             tt.LatentConfig(512, 64, 4, **{name: value})
     assert CacheConfig(**{**good, "seed": np.int64(3)}).seed == 3
-    with pytest.raises(ValueError, match=r"layer is 1\.5, which is no whole number"):
-        tt.make_tables(CacheConfig(**good), 1.5)
+    for make, config in (
+        (tt.make_tables, CacheConfig(**good)),
+        (tt.make_latent_tables, tt.LatentConfig(512, 64, 4)),
+    ):
+        for layer in (1.5, 1.0, True):
+            with pytest.raises(ValueError, match=f"layer is {layer}, which is no whole number"):
+                make(config, layer)
+
+
+def test_integers_of_numpy_become_ints():
+    """Only these go into files, whose metadata are JSON."""
+    sizes = {"page_size": 32, "search": 4, "sink_tokens": 2, "recent_window": 8, "seed": 1}
+    for kind, shape in ((CacheConfig, (64, 4, 4)), (tt.LatentConfig, (512, 64, 4))):
+        plain = kind(*shape, **sizes)
+        config = kind(*map(np.int64, shape), **{n: np.int32(size) for n, size in sizes.items()})
+        assert config == plain and config.record_bytes == plain.record_bytes
+        numbers = [x for x in dataclasses.astuple(config) if not isinstance(x, str)]
+        assert not [x for x in numbers if isinstance(x, np.integer)]
 
 
 def test_caches_that_cannot_be():

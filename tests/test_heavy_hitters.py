@@ -1,5 +1,6 @@
 """Eviction while decoding: what stays, what it was chosen by, and that nothing else changes."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -273,6 +274,15 @@ def due(pool, hitters):
     for i in range(2):
         step(pool, [seq], hitters, 20 + 3 * i)
     return seq
+
+
+def test_a_budget_of_numpy():
+    """Lengths stay ints, as files of sequences need them."""
+    pool = pool_of("cpu")
+    hitters = tt.HeavyHitters(pool, np.int64(40), interval=np.int64(8), window=2, keep_last=4)
+    seq = due(pool, hitters)
+    assert hitters.evict([seq]) == [seq]
+    assert type(seq.length) is int and type(seq.dropped) is int and seq.length == 40
 
 
 def test_a_sequence_that_is_named_twice(device):

@@ -192,6 +192,15 @@ def check_whole(**numbers: Any) -> None:
             raise ValueError(f"{name} is {number!r}, which is no whole number")
 
 
+def check_whole_fields(config: Any, *names: str) -> None:
+    """Fields of a frozen dataclass. NumPy's integers become ints, as JSON takes no others."""
+    for name in names:
+        number = getattr(config, name)
+        check_whole(**{name: number})
+        if isinstance(number, np.integer):
+            object.__setattr__(config, name, int(number))
+
+
 def check_count(**numbers: int) -> None:
     check_whole(**numbers)
     for name, number in numbers.items():

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_turboquant._checks import CODEC_BITS
+from torch_turboquant._checks import CODEC_BITS, check_whole
 from torch_turboquant._library import choose_kernel, device_facts
 from torch_turboquant.config import GRIDS, MAX_SEARCH, CacheConfig, preset
 from torch_turboquant.format import MAX_VECTOR_DIM, valid_vector_dim
@@ -69,13 +69,15 @@ _MOST_QUERIES = 2**31 - 1
 
 
 def _size(name: str, value: int, most: int = _MOST_VECTORS, least: int = 1) -> int:
-    if not isinstance(value, int) or not least <= value <= most:
+    check_whole(**{name: value})
+    if not least <= value <= most:
         raise ValueError(f"{name} is {value}, supported: {least} to {most}")
     return value
 
 
 def _vector_dim(head_dim: int) -> int:
-    if not isinstance(head_dim, int) or not valid_vector_dim(head_dim):
+    check_whole(head_dim=head_dim)
+    if not valid_vector_dim(head_dim):
         raise ValueError(
             f"head_dim is {head_dim}, supported: m * 2^k up to {MAX_VECTOR_DIM} with m one of "
             f"1, 3, 5, 7, 9 and k >= 1"
@@ -92,6 +94,7 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def _codes(bits: int, grid: str | None) -> list[int]:
     """Bits of a vector's codes, and whether their grid is uniform (None: as in CacheConfig)."""
+    check_whole(bits=bits)
     if bits not in CODEC_BITS:
         raise ValueError(f"bits is {bits}, supported: {', '.join(map(str, CODEC_BITS))}")
     grids = {1: ("lloyd",), 8: ("uniform",)}.get(bits, GRIDS)
@@ -400,7 +403,7 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
     needed = [name for name, p in parameters.items() if p.default is p.empty]
     if not set(needed) <= set(shape):
         raise ValueError(f"{op} must have {', '.join(needed)}, got {', '.join(shape) or 'none'}")
-    facts = _OPS[op](**shape)
+    facts = [int(fact) for fact in _OPS[op](**shape)]  # sizes may be integers of NumPy
     return KernelChoice(*choose_kernel("score" if op == "qjl_score" else op, facts, _gpu(device)))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from torch_turboquant._checks import check_whole
+from torch_turboquant._checks import check_whole_fields
 from torch_turboquant.format import Record
 from torch_turboquant.ops.codec import SCALE_MODES
 
@@ -50,8 +50,8 @@ class PackedConfig:
 
     def _check_whole(self, *sizes: str) -> None:
         """Before anything is computed from them."""
-        names = (*sizes, "page_size", "search", "sink_tokens", "recent_window", "seed")
-        check_whole(**{name: getattr(self, name) for name in names})
+        others = "page_size", "search", "sink_tokens", "recent_window", "seed"
+        check_whole_fields(self, *sizes, *others)
 
     def _check_numbers(self) -> None:
         if not 1 <= self.search <= MAX_SEARCH:

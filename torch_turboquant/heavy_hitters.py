@@ -81,6 +81,7 @@ class HeavyHitters:
                 or a budget without room beside sinks and last tokens.
         """
         _checks.check_positive(budget=budget, interval=interval, window=window, keep_last=keep_last)
+        budget, interval, window, keep_last = map(int, (budget, interval, window, keep_last))
         if window > interval:
             raise ValueError(f"window is {window}, supported: up to the interval of {interval}")
         if not 0 <= decay <= 1:

@@ -215,6 +215,7 @@ def make_latent_tables(
         ValueError: a center of another shape or with NaN or infinity, scales that are not positive
             and finite, or a grid that the bits do not have.
     """
+    _checks.check_whole(layer=layer)
     d = config.latent_dim
     book = Codebook.make(d, config.bits, str(config.grid))
     signs = random_signs(d, config.seed, layer, SignKind.KEYS).to(device)

@@ -157,6 +157,7 @@ def test_errors_come_before_anything_is_written():
         refuse(ValueError, "which is no whole number", pool.reserve, [a], wrong)
     refuse(ValueError, "length is True, which is no whole", pool.truncate, a, True)
     refuse(ValueError, "layer is 2, supported: 0 to 1", pool.load, 2, a)
+    refuse(ValueError, r"layer is 1\.0, which is no whole number", pool.load, 1.0, a)
 
     # values of the last layer are wrong: nothing is written in the first one either
     keys, values = vectors([1, 2])

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -223,6 +224,18 @@ def test_no_page_is_free():
         pool.allocate()
     with pytest.raises(tt.PoolExhausted, match="all 4 sequences"):
         pool.swap_in(swapped)
+
+
+def test_integers_of_numpy():
+    """Sizes and lengths of them do not keep a sequence out of a file."""
+    sizes = dict.fromkeys(("num_layers", "num_kv_heads"), np.int64(2))
+    sizes |= {"num_pages": np.int32(8), "max_seqs": np.int32(4), "max_q_len": np.int64(3)}
+    pool = make_pool(**sizes, max_seq_len=np.int64(100))
+    assert pool.fingerprint == make_pool().fingerprint
+    (seq,) = filled(pool, 40)
+    pool.truncate(seq, np.int64(39))
+    pool.export(seq).save("exported.safetensors")
+    check_contents(pool, pool.swap_in(out(pool, seq, "file")), list(range(39)))
 
 
 def test_what_cannot_be_swapped_out():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -131,7 +132,7 @@ def test_caches_of_hybrid_models(family):
 @pytest.mark.parametrize("options", [{}, {"static": True, "max_cache_len": 160}, {"keep": 0.5}])
 def test_caches_of_latents(preset, options):
     model, ids = make_latent_model(), make_ids(110)
-    with TurboQuantCache.for_model(model, preset, page_size=32, **options) as cache:
+    with TurboQuantCache.for_model(model, preset, page_size=np.int64(32), **options) as cache:
         feed(model, cache, ids[:, :90], 80, 1)
         with through_a_file(cache, model) as twin:
             check_goes_on(model, cache, twin, ids[:, 90:], *[1] * 20)
@@ -203,6 +204,17 @@ def test_padded_batches(form, name):
             expected = feed(model, cache, ids[:, 80:], *[1] * 20, mask=mask)
             cache.reset()
             assert torch.equal(feed(model, twin, ids[:, 80:], *[1] * 20, mask=mask), expected)
+
+
+def test_sizes_of_numpy():
+    """A file takes ints only."""
+    model, ids = make_model(), make_ids(60, 2)
+    sizes = {"max_batch_size": 2, "max_q_len": 8, "max_cache_len": 100, "recent_window": 32}
+    sizes = {name: np.int64(size) for name, size in sizes.items()}
+    with make_cache(model, **sizes) as cache:
+        feed(model, cache, ids[:, :50])
+        with through_a_file(cache, model, max_cache_len=np.int64(90)) as twin:
+            check_goes_on(model, cache, twin, ids[:, 50:], *[1] * 10)
 
 
 def test_loaded_with_more_room():

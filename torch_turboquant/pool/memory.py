@@ -80,6 +80,9 @@ class Sizes(NamedTuple):
             max_seq_len=1 if max_seq_len is None else max_seq_len,
             max_q_len=max_q_len,
         )
+        num_layers, num_kv_heads, num_pages = int(num_layers), int(num_kv_heads), int(num_pages)
+        max_seqs, max_q_len = int(max_seqs), int(max_q_len)
+        max_seq_len = None if max_seq_len is None else int(max_seq_len)
         configs = (config,) * num_layers if isinstance(config, CacheConfig) else tuple(config)
         if len(configs) != num_layers:
             raise ValueError(f"{len(configs)} configs for {num_layers} layers")
@@ -195,6 +198,7 @@ class PoolMemory:
         return PoolBytes(nbytes(self.pages), nbytes(self.tails or ()), tables, host)
 
     def check_layer(self, layer: int) -> None:
+        _checks.check_whole(layer=layer)
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"layer is {layer}, supported: 0 to {len(self.layers) - 1}")
 

@@ -80,13 +80,13 @@ class PagedKVPool(PoolSequences):
         """
         sizes = (num_layers, num_kv_heads, num_pages, max_seqs, dtype, max_seq_len, max_q_len)
         checked = Sizes.of(config, *sizes)
-        self.configs = checked.configs
+        self.configs, self.num_kv_heads = checked.configs, checked.num_kv_heads
+        self.num_pages, self.max_seqs = checked.num_pages, checked.max_seqs
+        self.dtype, self.max_q_len = checked.dtype, checked.max_q_len
         first = self.configs[0]
-        self.page_size, self.num_pages, self.num_kv_heads = first.page_size, num_pages, num_kv_heads
-        self.max_seqs, self.dtype, self.max_q_len = max_seqs, dtype, max_q_len
-        books = Books(
-            first.page_size, num_pages, max_seqs, max_seq_len, Rings(first, max_seqs, max_q_len)
-        )
+        self.page_size = first.page_size
+        rings = Rings(first, self.max_seqs, self.max_q_len)
+        books = Books(self.page_size, self.num_pages, self.max_seqs, checked.max_seq_len, rings)
         memory = PoolMemory(checked, centers, device)
         super().__init__(books, memory)
         self.max_seq_len, self.device = books.max_seq_len, memory.device

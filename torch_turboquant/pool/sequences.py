@@ -104,7 +104,7 @@ class PoolSequences:
             _checks.check_whole(length=length)
             if not 0 <= length <= seq._length:
                 raise ValueError(f"length is {length}, supported: 0 to {seq._length}")
-            self._books.cut(seq, length)
+            self._books.cut(seq, int(length))
 
     def free(self, seq: PoolSequence) -> None:
         """Ends a sequence: pages that nobody else owns become free.

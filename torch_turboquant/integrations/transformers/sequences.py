@@ -284,6 +284,8 @@ class Sequences:
         windows: list[int | None],
         eviction: Eviction = _NOTHING_LEAVES,
     ) -> None:
+        rows, max_q_len = int(rows), int(max_q_len)  # files take no integers of NumPy
+        max_len = None if max_len is None else int(max_len)
         self.config, self.rows, self.max_len, self.max_q_len = config, rows, max_len, max_q_len
         self.eviction = eviction
         self.learned_center, self.static = learned_center, static  # "auto", "mean" or None

@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_turboquant._checks import check_whole_fields
 from torch_turboquant.batch import AttentionBatch, AttentionOptions
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.latent import LatentConfig
@@ -30,6 +31,9 @@ class UncompressedLatents:
     sink_tokens: ClassVar[int] = 0
     recent_window: ClassVar[int] = 0
     has_tail: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_whole_fields(self, "latent_dim", "rope_dim", "page_size")
 
     @property
     def channels(self) -> int:
