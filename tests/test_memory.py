@@ -490,7 +490,7 @@ def test_packed_weights_are_those_of_the_model(bits, dtype, capsys, tmp_path):
     ("line", "says"),
     [
         ("--layers 2 --kv-heads 2 --head-dim 64 --pack-weights 4", "--pack-weights needs --config"),
-        ("--config FOLDER --pack-weights 4 --parameters-dtype fp8", "bfloat16, float16, not fp8"),
+        ("--config FOLDER --pack-weights 4 --parameters-dtype fp8", "float16, bfloat16, not fp8"),
         ("--config FOLDER --pack-weights 5", "bits is 5"),
     ],
 )

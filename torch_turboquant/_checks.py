@@ -19,6 +19,7 @@ from torch import Tensor
 from torch_turboquant.format import MAX_VECTOR_DIM, valid_vector_dim
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 SLOTS = (torch.int32, torch.int64)
 CODEC_BITS = (1, 2, 3, 4, 5, 8)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_turboquant import centers
+from torch_turboquant._checks import FLOATS_BY_NAME
 from torch_turboquant.centers import CENTER_TOKENS, SINKS
 from torch_turboquant.eval.options import add_device_argument, output_file, positive, read_text
 from torch_turboquant.models import (
@@ -32,7 +33,6 @@ from torch_turboquant.models import (
 )
 
 TOKENS = 8192
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=DTYPES,
+        choices=FLOATS_BY_NAME,
         help="to compute in; float16 overflows in some models (default: float32 on CPUs, bfloat16 "
         "on GPUs)",
     )

@@ -22,8 +22,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch_turboquant.calibrate import DTYPES
-from torch_turboquant.eval.options import add_device_argument, output_file, positive, read_text
+from torch_turboquant._checks import FLOATS_BY_NAME
+from torch_turboquant.eval.options import (
+    actual_device,
+    add_device_argument,
+    output_file,
+    positive,
+    read_text,
+)
 from torch_turboquant.models import model_class, read_config
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -75,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=DTYPES,
+        choices=FLOATS_BY_NAME,
         help="of what is not packed, and of activations (default: the model's own)",
     )
     parser.add_argument(
@@ -170,7 +176,7 @@ def pack(args: argparse.Namespace, text: str | None, folder: Path) -> dict[str, 
     else:
         tokenizer = assets.load_tokenizer(args.model)
         model = assets.load_weights(kind, args.model, **options)
-        model.to(default_device() if args.device == "auto" else args.device)
+        model.to(actual_device(args.device))
         limits = {n: v for n in ("tokens", "budget") if (v := getattr(args, n)) is not None}
         rows = quantize(model, config, text=text, tokenizer=tokenizer, **limits)
     model.save_pretrained(folder)
@@ -185,13 +191,6 @@ def pack(args: argparse.Namespace, text: str | None, folder: Path) -> dict[str, 
         "layers": [{**row._asdict(), "form": asdict(row.form)} for row in rows],
         "left_alone": done.left_alone,
     }
-
-
-def default_device() -> str:
-    """Where models run that read a text."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch_turboquant._checks import FLOATS_BY_NAME
 from torch_turboquant._extras import (
     FETCHED_MODEL,
     FETCHED_TEXT,
@@ -45,7 +46,6 @@ ARTICLES = 12  # of Wikipedia, where no text is given
 NEEDLE_LENGTHS = (512, 1024, 2048)
 STRATEGY_CONTEXT = 2048  # tokens of a context in the table of strategies
 PICTURES = (".png", ".svg", ".pdf")
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _choices(text: str) -> list[Any]:
@@ -114,7 +114,7 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=DTYPES,
+        choices=FLOATS_BY_NAME,
         help="to compute in: float32 shows what a cache does and nothing else, the others add "
         "their own rounding to every cache (default: float32 on CPUs, bfloat16 on GPUs)",
     )

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from torch_turboquant.eval.options import actual_device
 from torch_turboquant.models import Fields, Kind, is_latent, read_config, text_config
 
 
@@ -201,8 +202,7 @@ def load_dense(
 
     from torch_turboquant.models import model_class, read_config
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = actual_device(device)
     if dtype is None:
         dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     logging.disable_progress_bar()

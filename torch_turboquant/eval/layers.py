@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from torch_turboquant.centers import SINKS
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.integrations.transformers.models import recording
 from torch_turboquant.ops.cache import cache_load
@@ -24,7 +25,6 @@ from torch_turboquant.signs import SignKind, random_signs
 from torch_turboquant.tail import owned_pages
 
 QUERIES = 32  # last tokens whose attention is compared
-SINKS = 4  # first tokens, which channel statistics leave out because their keys are outliers
 
 
 class Activations(NamedTuple):

@@ -61,6 +61,13 @@ def device(text: str) -> str:
     return text
 
 
+def actual_device(text: str) -> str:
+    """The device of --device: what "auto" stands for, or the one that is named."""
+    if text != "auto":
+        return text
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def read_text(path: Path) -> str:
     """The text of a file.
 

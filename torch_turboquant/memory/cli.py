@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torch_turboquant._checks import check_positive
+from torch_turboquant._checks import FLOATS_BY_NAME, check_positive
 from torch_turboquant._extras import MissingPackages
 from torch_turboquant.config import PRESETS, CacheConfig
 from torch_turboquant.latent import LATENT_PRESETS, latent_preset
@@ -34,7 +34,6 @@ DTYPE_BYTES = {
     "int8": 1.0,
     "int4": 0.5,
 }
-_FLOATS = ("float32", "bfloat16", "float16")
 _UNITS = {"": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _MOST = 2**63
@@ -175,9 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cache.add_argument(
         "--max-q-len", type=int, default=32, metavar="N", help="tokens per call (default: 32)"
     )
-    cache.add_argument(
-        "--tail-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"
-    )
+    cache.add_argument("--tail-dtype", choices=FLOATS_BY_NAME, default="bfloat16")
     cache.add_argument("--no-center", action="store_true", help="keys without a center")
     cache.add_argument(
         "--boundary-layers", type=int, default=0, metavar="N", help="at each end, in another preset"
@@ -229,10 +226,10 @@ def _packed_weights(args: argparse.Namespace) -> WeightMemory | None:
         return None
     if args.config is None:
         raise ValueError("--pack-weights needs --config: which layers there are says the model")
-    if args.parameters_dtype not in _FLOATS:
+    if args.parameters_dtype not in FLOATS_BY_NAME:
         raise ValueError(
-            f"--pack-weights leaves some layers in --parameters-dtype: {', '.join(_FLOATS)}, not "
-            f"{args.parameters_dtype}"
+            "--pack-weights leaves some layers in --parameters-dtype: "
+            f"{', '.join(FLOATS_BY_NAME)}, not {args.parameters_dtype}"
         )
     return weight_memory(args.config, args.pack_weights, args.parameters_dtype)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from torch_turboquant import _checks
-from torch_turboquant.centers import differences
+from torch_turboquant.centers import SINKS, differences
 from torch_turboquant.config import CacheConfig, did_you_mean
 from torch_turboquant.config import preset as preset_config
 from torch_turboquant.eviction import Eviction, Policy
@@ -500,7 +500,7 @@ class TurboQuantCache(Attachable, Cache):
         inputs: Tensor | str | Sequence[str],
         tokenizer: Any = None,
         *,
-        skip: int = 4,
+        skip: int = SINKS,
         chunk: int = 512,
         scaled: bool = True,
     ) -> list[Tensor | None]:

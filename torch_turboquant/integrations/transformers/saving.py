@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_turboquant import _files
+from torch_turboquant._checks import FLOATS_BY_NAME
 from torch_turboquant.centers import differences
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.eviction import Policy
@@ -47,7 +48,6 @@ _KIND = "a cache"
 _CONFIGS: dict[str, type[AnyConfig]] = {
     kind.__name__: kind for kind in (CacheConfig, LatentConfig, UncompressedLatents)
 }
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _OWN_POLICY = "a function"  # where a file would have the name of a policy
 _SAMPLE = 64  # elements of each parameter that stand for it
 
@@ -401,13 +401,13 @@ def _config_of(values: dict[str, Any]) -> AnyConfig:
     values = dict(values)
     kind = _CONFIGS[values.pop("kind")]
     if "rope_dtype" in values:
-        values["rope_dtype"] = _DTYPES[values["rope_dtype"]]
+        values["rope_dtype"] = FLOATS_BY_NAME[values["rope_dtype"]]
     return kind(**values)
 
 
 def _layer_of(values: list[Any]) -> tuple[int, torch.dtype]:
     heads, dtype = values
-    return int(heads), _DTYPES[dtype]
+    return int(heads), FLOATS_BY_NAME[dtype]
 
 
 def load(
@@ -630,7 +630,7 @@ def _read_waiting(layer: TurboQuantLayer, tensor: Callable[[str], Tensor]) -> tu
     """Keys and values that wait for their center. Under autocast keys are wider than values."""
     sequences = layer.sequences
     shape = sequences.batch, layer.kv_heads, sequences.columns, layer.config.head_dim
-    keys = _read(tensor, layer, "keys", shape, layer.dtype, *_DTYPES.values())
+    keys = _read(tensor, layer, "keys", shape, layer.dtype, *FLOATS_BY_NAME.values())
     values = _read(tensor, layer, "values", shape, layer.dtype)
     return keys.to(layer.device), values.to(layer.device)
 
