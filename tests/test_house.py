@@ -390,6 +390,28 @@ def test_no_name_hides_its_module():
     assert hiding({"pack", "pool"}, ["pack", "unpack"]) == ["pack"]
 
 
+def hidden_functions(source: str) -> list[str]:
+    """Parameters with the name of a function of their module, which nobody can call there."""
+    tree = ast.parse(source)
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return [
+        f"{node.lineno}: {a.arg}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        for a in [*node.args.args, *node.args.kwonlyargs]
+        if a.arg in functions
+    ]
+
+
+def test_no_parameter_hides_a_function_of_its_module():
+    found = {
+        path.relative_to(ROOT).as_posix(): hidden_functions(path.read_text())
+        for path in (ROOT / "torch_turboquant").rglob("*.py")
+    }
+    assert len(found) > 100 and not {path: lines for path, lines in found.items() if lines}
+    assert hidden_functions("def size(): ...\ndef f(x, *, size=0): ...") == ["2: size"]
+
+
 # Arguments that only paged_attention and store_and_attend have together.
 ATTENTION_ARGUMENTS = ("block_table", "sink_logits", "sliding_window", "soft_cap", "softmax_scale")
 

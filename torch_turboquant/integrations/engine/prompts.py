@@ -92,9 +92,9 @@ def least_fresh(q_heads: int, device: torch.device) -> int:
 def runs_of_neighbours(
     new: Sequence[int],
     old: Sequence[int],
-    long_chunk: int,
+    long_from: int,
     begin: int = 0,
-    least_fresh: int = 0,
+    fresh_from: int = 0,
 ) -> tuple[Alike, ...]:
     """Who takes which sequences of a step's prompts: FlashAttention the long ones, or all of them
     if none has tokens of earlier steps and they are worth its calls.
@@ -102,14 +102,14 @@ def runs_of_neighbours(
     Args:
         new: tokens of this step, of each sequence.
         old: tokens of earlier steps.
-        long_chunk: new tokens of a sequence that make a long chunk.
+        long_from: new tokens of a sequence that make a long chunk (long_chunk).
         begin: the first sequence that is in its prompt.
-        least_fresh: new tokens of all these sequences together from which they are, where none has
-            others.
+        fresh_from: new tokens of all these sequences together from which they are worth the calls
+            (least_fresh).
     """
-    all_fresh = not any(old[begin:]) and sum(new[begin:]) >= least_fresh
+    all_fresh = not any(old[begin:]) and sum(new[begin:]) >= fresh_from
     runs = []
-    for by_flash, group in itertools.groupby(all_fresh or n >= long_chunk for n in new[begin:]):
+    for by_flash, group in itertools.groupby(all_fresh or n >= long_from for n in new[begin:]):
         end = begin + len(list(group))
         runs.append(Alike(begin, end, by_flash))
         begin = end

@@ -56,18 +56,16 @@ class Run:
     """What the ring holds of each of these, by its number in the run; empty: there is no ring."""
 
 
-def runs_of(
-    new: Sequence[int], old: Sequence[int], long_chunk: int, device: Any
-) -> tuple[Run, ...]:
+def runs_of(new: Sequence[int], old: Sequence[int], long_from: int, device: Any) -> tuple[Run, ...]:
     """The runs of a step; empty: all of it stays with the op.
 
     Args:
         new: tokens of this step, of each sequence.
         old: tokens of earlier steps.
-        long_chunk: new tokens of a sequence that make a long chunk.
+        long_from: new tokens of a sequence that make a long chunk.
         device: of the tensors.
     """
-    found = runs_of_neighbours(new, old, long_chunk)
+    found = runs_of_neighbours(new, old, long_from)
     if not any(alike.by_flash for alike in found):
         return ()
     firsts, runs = [0, *itertools.accumulate(new)], []

@@ -184,12 +184,12 @@ class Steps:
         return step
 
     def extend(
-        self, batch: Any, long_chunk: int | None = None, rings: DeviceRings | None = None
+        self, batch: Any, long_from: int | None = None, rings: DeviceRings | None = None
     ) -> Step:
         """A step of prompts and their continuations, with decoding sequences among them.
 
         Args:
-            long_chunk: new tokens from which FlashAttention takes a sequence; None: there is none.
+            long_from: new tokens from which FlashAttention takes a sequence; None: there is none.
             rings: of the exact tails, which have seen this step.
         """
         new, old = list(batch.extend_seq_lens_cpu), list(batch.extend_prefix_lens_cpu)
@@ -198,7 +198,7 @@ class Steps:
         self._fill_sequences(step, rows, batch.seq_lens)
         starts = torch.tensor([0, *new]).cumsum(0).to(self.device, non_blocking=True)
         slots = batch.out_cache_loc.long()
-        runs = () if long_chunk is None else runs_of(new, old, long_chunk, self.device)
+        runs = () if long_from is None else runs_of(new, old, long_from, self.device)
         if rings is not None:
             runs = tuple(rings.seen_by(run, rows, old) for run in runs)
         has = list(zip(new, old, strict=True))
