@@ -19,6 +19,7 @@ from tests.pool.harness import (
     check_contents,
     filled,
     make_pool,
+    vectors,
 )
 
 DOCUMENT = (ROOT / "docs" / "pool.md").read_text()
@@ -73,6 +74,18 @@ def test_layers_may_differ_in_bits():
     check_contents(pool, seq, list(range(30)))
     with pytest.raises(ValueError, match="key_bits is 8 there and 4 here \\(layers \\[0\\]\\)"):
         make_pool().adopt(pool.export(seq))
+
+
+def test_sequences_may_come_from_a_generator():
+    pool = make_pool()
+    seqs = [pool.allocate(), pool.allocate()]
+    pool.append(iter(seqs), *vectors([0, 1, 2, 3]), new_tokens=2)
+    pool.append(iter(seqs), *vectors([4, 5, 6, 7, 8]), new_tokens=iter([3, 2]))
+    check_contents(pool, seqs[0], [0, 1, 4, 5, 6])
+    check_contents(pool, seqs[1], [2, 3, 7, 8])
+    with pool.reserve(iter(seqs)) as batch:
+        assert batch.sequences == tuple(seqs)
+        pool.rollback(batch)
 
 
 def test_centers_are_fixed_before_the_first_page():

@@ -294,7 +294,9 @@ class PagedKVPool(PoolSequences):
                 f"keys and values of {len(keys)} and {len(values)} layers, expected "
                 f"{len(self.configs)}"
             )
-        tokens = sum(counts_of(sequences, new_tokens))
+        sequences = tuple(sequences)  # of any iterable, as reserve
+        counts = counts_of(sequences, new_tokens)
+        tokens = sum(counts)
         for c, k, v in zip(self.configs, keys, values, strict=True):
             for name, t in (("k", k), ("v", v)):  # all layers before the first is written
                 _checks.check_dtype(name, t, (self.dtype,))
@@ -302,7 +304,7 @@ class PagedKVPool(PoolSequences):
                 _checks.check_unit_stride(name, t)
                 if t.device != self.device:
                     raise ValueError(f"{name} is on {t.device}, the pool on {self.device}")
-        with self.reserve(sequences, new_tokens) as batch:
+        with self.reserve(sequences, counts) as batch:
             for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
                 self.store(layer, k, v, batch)
 
