@@ -405,7 +405,7 @@ def latents_call(draw):
     r, dr = config.latent_dim, config.rope_dim
     length, new = draw(st.integers(1, 200), "length"), draw(st.integers(1, 4), "new tokens")
     heads, rotated = draw(st.integers(1, 20), "heads"), draw(st.booleans(), "rotated")
-    center = vectors(3, r, seed=seed)[0] if draw(st.booleans(), "center") else None
+    center = randn(r, seed=seed) if draw(st.booleans(), "center") else None
     tables = tt.make_latent_tables(config, seed, center=center)
     latent = last(vectors(length, r, seed=seed, dtype=dtype))
     rope = last(randn(length, dr, seed=seed, dtype=dtype))
