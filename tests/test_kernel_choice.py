@@ -73,7 +73,7 @@ STEP = {"head_dim": 128, "q_heads": 32, "kv_heads": 8, "preset": "k4v4", "device
         ("paged_attention", {"vectors": 1}, "has no vectors, supported: head_dim, q_heads"),
         ("paged_attention", {"head_dim": 22}, "head_dim is 22, supported: m"),
         ("paged_attention", {"head_dim": 2}, "head_dim is 2, supported in page records"),
-        ("paged_attention", {"head_dim": 128.0}, "head_dim is 128.0, supported"),
+        ("paged_attention", {"head_dim": 128.0}, "head_dim is 128.0, which is no whole number"),
         ("paged_attention", {"q_heads": 12}, "q_heads is 12, supported: multiples of kv_heads"),
         ("paged_attention", {"kv_heads": 0}, "kv_heads is 0, supported: 1 to 65535"),
         ("paged_attention", {"max_q_len": 2**31}, "max_q_len is 2147483648, supported: 1 to"),
