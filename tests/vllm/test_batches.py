@@ -20,14 +20,7 @@ from tests.helpers import randn
 from tests.oracle import exact_attention, flash_attention
 from tests.vllm.harness import ON_GPU, save_llama, told
 from tests.vllm.reference import through_codes
-from tests.vllm.steps import (
-    LONG_STEPS,
-    STEPS,
-    Steps,
-    asked_of_flash,
-    vllm_layer,
-    vllm_started,
-)
+from tests.vllm.steps import LONG_STEPS, STEPS, Steps, asked_of_flash, vllm_layer, vllm_started
 from torch_turboquant.integrations.engine import prompts
 from torch_turboquant.integrations.vllm import backend, choice, limits
 from torch_turboquant.integrations.vllm.backend import (

@@ -29,14 +29,7 @@ from tests.vllm.harness import (
     save_deepseek,
     told,
 )
-from tests.vllm.steps import (
-    LONG_STEPS,
-    STEPS,
-    Steps,
-    asked_of_flash,
-    vllm_layer,
-    vllm_started,
-)
+from tests.vllm.steps import LONG_STEPS, STEPS, Steps, asked_of_flash, vllm_layer, vllm_started
 from torch_turboquant.integrations import vllm as plugin
 from torch_turboquant.integrations.engine import prompts
 from torch_turboquant.integrations.vllm import adapter

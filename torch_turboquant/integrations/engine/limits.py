@@ -17,6 +17,16 @@ def refuse(found: Sequence[str]) -> None:
         raise ValueError(f"torch_turboquant: {'; '.join(found)}")
 
 
+def not_tested(engine: str, version: str, tested: Sequence[str]) -> str | None:
+    """What to say of a version of an engine that no test has run with; None: one has.
+
+    version: with or without the name of a build ("0.5.23+cu130").
+    """
+    if version.partition("+")[0] in tested:
+        return None
+    return f"{engine} {version} has not been tested; tested: {', '.join(tested)}"
+
+
 def wrong_dtype(dtype: torch.dtype, on_cpu: bool) -> str | None:
     """What is wrong with the dtype of a model; None: nothing."""
     if dtype in (torch.float16, torch.bfloat16) or (on_cpu and dtype == torch.float32):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from torch_turboquant.integrations.engine.limits import not_tested
+
 FIRST = (0, 5, 17)
 BEFORE = (0, 6)
 TESTED = ("0.5.17", "0.5.23")
@@ -31,12 +33,8 @@ def untested(version: str) -> str | None:
     Args:
         version: one that is not wrong, with or without the name of a build ("0.5.23+cu130").
     """
-    if version.partition("+")[0] in TESTED:
-        return None
-    return (
-        f"torch_turboquant: SGLang {version} has not been tested; tested: {', '.join(TESTED)}. "
-        "If answers look wrong, install one of these"
-    )
+    said = not_tested("SGLang", version, TESTED)
+    return said and f"torch_turboquant: {said}. If answers look wrong, install one of these"
 
 
 def check_version(version: str) -> None:

@@ -113,11 +113,6 @@ class Plan:
             return self.settings.latent_config(*dims)
         return self.settings.latent_layer_config(*dims, layer, self.layers)
 
-    @property
-    def block_size(self) -> int:
-        """Tokens of the layers' blocks, once vLLM's size fits the backends."""
-        return self.tokens_of_block(int(self.vllm_cache_config.block_size))
-
     def tokens_of_block(self, size: int) -> int:
         """Tokens of the layers' blocks where vLLM says `size`: for latents LATENT_SIZES or more.
 
@@ -147,7 +142,8 @@ class Plan:
 
     def _page_tokens(self) -> int:
         sizes = pages.LATENT_SIZES if self.latents else pages.SIZES
-        return self.engine.page_tokens or pages.page_tokens(self.block_size, sizes)
+        block = self.tokens_of_block(int(self.vllm_cache_config.block_size))
+        return self.engine.page_tokens or pages.page_tokens(block, sizes)
 
     def given(self, layers: Mapping[str, Any]) -> dict[str, int]:
         """Bytes of a token and KV head of the engine's layers on this rank, which have been loaded.

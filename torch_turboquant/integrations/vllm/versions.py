@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from torch_turboquant.integrations.engine.limits import not_tested
+
 
 class Interface(NamedTuple):
     """What a range of versions offers to a backend."""
@@ -37,9 +39,8 @@ TESTED = ("0.27.1", "0.32.0")
 
 def untested(version: str) -> str | None:
     """What the log says of a version that is supported and not one of TESTED; None: nothing."""
-    if version.partition("+")[0] in TESTED:
-        return None
-    return f"TurboQuant: vLLM {version} has not been tested; tested: {', '.join(TESTED)}"
+    said = not_tested("vLLM", version, TESTED)
+    return said and f"TurboQuant: {said}"
 
 
 def find_interface(version: str) -> Interface:
