@@ -151,6 +151,8 @@ class Server:
         self.requests = 0
         self.watch = self.see_graphs
         self.eager_steps = 0
+        self.chunks, self.eager_chunks = 0, 0
+        self.graphs_of_prompts = self.runner.prefill_cuda_graph_runner
         worker = self.scheduler.tp_worker
         forward = worker.forward_batch_generation
 
@@ -158,6 +160,9 @@ class Server:
             result = forward(batch, *more, **options)
             if batch.forward_mode.is_decode():
                 self.watch(result)
+            elif batch.forward_mode.is_extend():
+                self.chunks += 1
+                self.eager_chunks += not result.can_run_cuda_graph
             return result
 
         worker.forward_batch_generation = watched
@@ -309,8 +314,10 @@ class Server:
                 weight.data.normal_(0.0, 1.0 if "embed" in name else 1.28 / weight.shape[1] ** 0.5)
 
     def use_layers(self, layers: int | None) -> None:
-        """Lets prompts run through the first layers only. Captured graphs keep all layers."""
+        """Lets prompts run through the first layers only, and without graphs, which have all
+        layers. Graphs of decode steps keep all layers."""
         self.layers.end_layer = self.layers.config.num_hidden_layers if layers is None else layers
+        self.runner.prefill_cuda_graph_runner = self.graphs_of_prompts if layers is None else None
 
     def copy_pages(self) -> None:
         """Makes the pages of all layers copies of the first one's."""
@@ -336,7 +343,6 @@ def engine_options(config: str, settings: dict[str, Any]) -> dict[str, Any]:
         "max_running_requests": settings["sequences"],
         "mem_fraction_static": settings["memory"],
         "chunked_prefill_size": settings["chunk"],
-        "disable_prefill_cuda_graph": True,
         "cuda_graph_bs_decode": settings["batches"],
         "random_seed": 0,
         "log_level": "info",
@@ -474,6 +480,7 @@ def measure_load(server: Server, clients: serving.Clients) -> dict[str, Any]:
 def measure_prompt(server: Server, point: Point, vocabulary: int) -> dict[str, Any]:
     """Time to the first token: of prompts that the tree has nothing of, or all but the end of."""
     seconds, cached, begun = [], 0, time.perf_counter()
+    server.chunks, server.eager_chunks = 0, 0
     for number in range(PROMPTS):
         if seconds and time.perf_counter() - begun > PROMPTS_FOR:
             break
@@ -487,6 +494,8 @@ def measure_prompt(server: Server, point: Point, vocabulary: int) -> dict[str, A
     fastest = min(seconds)
     return {
         "prompts": len(seconds),
+        "chunks": server.chunks,
+        "chunks_without_graphs": server.eager_chunks,
         "cached": cached,
         "prompt_s": fastest,
         "tokens_s": (point.context + point.new) / fastest,
