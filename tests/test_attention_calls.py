@@ -35,14 +35,17 @@ def test_padding_and_empty_sequences(device):
     assert_same_bytes(lse[[1, 3]], sinks.expand(2, 4))
 
 
-def test_no_queries_at_all(device):
-    case = build(tt.preset("k4v4", 64), [5])
-    empty = case._replace(q=case.q[:0], cu=int32(0, 0))
-    assert run(empty, device)[0].shape == (0, 4, 64)
+@pytest.mark.parametrize("max_q_len", [1, 64])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("d", [64, 96, 128, 512])
+def test_no_queries_or_no_sequences(d, dtype, max_q_len, device):
+    case = build(tt.preset("k4v4", d), [5], dtype=dtype)
+    empty = case._replace(q=case.q[:0], cu=int32(0, 0), max_q_len=max_q_len)
+    assert run(empty, device)[0].shape == (0, 4, d)
     none = empty._replace(
         cu=int32(0), seq_lens=int32(), block_table=torch.zeros(0, 3, dtype=torch.int32)
     )
-    assert run(none, device)[0].shape == (0, 4, 64)
+    assert run(none, device)[0].shape == (0, 4, d)
     out, lse = run(none._replace(q=case.q), device)  # tokens, but no sequence
     assert not out.any() and (lse == -torch.inf).all()
 

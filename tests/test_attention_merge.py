@@ -31,6 +31,17 @@ def test_merge(dtype, device):
     assert (wrong <= 4 * EPS * (1 + exact_lse.abs()[finite])).all()
 
 
+@pytest.mark.parametrize("other", [-torch.inf, 0.0, torch.nan])
+def test_a_broken_side_stays_visible(other, device):
+    """Its logarithm is NaN; -inf would say that no key was seen."""
+    out, lse = torch.ones(1, 32, device=device), torch.tensor([torch.nan], device=device)
+    whole = torch.ones(1, 32, device=device), torch.tensor([other], device=device)
+    for sides in ((out, lse, *whole), (*whole, out, lse)):
+        merged, merged_lse = tt.merge_attention(*sides)
+        assert merged.isnan().all()
+        assert merged_lse.isnan().all()
+
+
 def test_merging_two_sets_of_keys_equals_attention_over_both(device):
     """Prefix in codes, window in codes: the split that a prefill makes."""
     config = tt.preset("k4v4", 64, page_size=16)

@@ -121,6 +121,15 @@ def test_long_sequences_and_padding():
     assert bool((actual[1][3:] == -torch.inf).all())
 
 
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_no_sequences(tokens):
+    case = make_case(tt.latent_preset("k4u", 256, 64), [], [])
+    out, lse = attend(case, (randn(tokens, 16, 256), randn(tokens, 16, 64)))
+    assert out.shape == (tokens, 16, 256)
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
+
+
 def test_results_do_not_depend_on_threads_or_on_others():
     config = tt.latent_preset("k4u", 256, 64)
     case = make_case(config, [500, 2500, 90], [2, 1, 3], tail=True, center="center")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.helpers import randn, to_device
+from tests.helpers import FLOATS, randn, to_device
 from tests.mla_cases import CENTERS, Case, assert_close, attend, int32, make_case, queries
 from torch_turboquant.choices import kernel_choice
 from torch_turboquant.ops.mla import mla_attention_reference
@@ -338,6 +338,19 @@ def test_padding_behind_the_last_sequence(name):
     out, lse = on_device(case, q)
     assert not out[1:].any()
     assert bool((lse[1:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("max_q_len", [1, 64])
+@pytest.mark.parametrize("heads", [3, 16, 40, 64])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", BOTH)
+def test_no_sequences(name, dtype, heads, max_q_len):
+    case = make_case(tt.latent_preset(name, 512, 64), [], [], dtype=dtype)
+    for tokens in (0, 4):
+        q = randn(tokens, heads, 512, dtype=dtype), randn(tokens, heads, 64, dtype=dtype)
+        out, lse = on_device(case, q, max_q_len=max_q_len)
+        assert not out.any()
+        assert bool((lse == -torch.inf).all())
 
 
 @pytest.mark.parametrize("name", BOTH)

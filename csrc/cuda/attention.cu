@@ -38,9 +38,11 @@ AttentionShape shape_of(const Attention& a) {
 void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t stream, const Store& store) {
   const AttentionChoice choice = choose_attention(shape_of(a), device.facts);
   using Kernel = AttentionKernel;
-  if (choice.kernel == Kernel::kGeneral) {
+  // The other kernels share their blocks among sequences: there has to be one.
+  if (choice.kernel == Kernel::kGeneral || a.seqs == 0) {
+    const GeneralLaunch general(a, device.facts);
     if (store) store();
-    return attend_general(a, device.facts, stream);
+    return general.run(stream);
   }
   const int most = static_cast<int>(choice.split_kv_queries), few_most = static_cast<int>(choice.few_queries);
   a.most_queries = few_most > 0 ? few_most : most;
@@ -106,11 +108,11 @@ struct Weights {
   float a, b, lse;
 
   __device__ __forceinline__ Weights(float lse_a, float lse_b) {
-    const float top = lse_a < lse_b ? lse_b : lse_a;
-    if (top == -INFINITY) {
-      a = b = 0, lse = top;
+    if (lse_a == -INFINITY && lse_b == -INFINITY) {
+      a = b = 0, lse = -INFINITY;
       return;
     }
+    const float top = lse_a < lse_b ? lse_b : lse_a;  // NaN of a side makes a weight NaN, and with it both
     const float wa = expf(lse_a - top), wb = expf(lse_b - top), total = wa + wb;
     a = __fdiv_rn(wa, total), b = __fdiv_rn(wb, total), lse = top + logf(total);
   }

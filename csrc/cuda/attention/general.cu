@@ -33,59 +33,67 @@ namespace {
 
 using general::Arguments, general::Shape, general::SharedMemory;
 
+// The results of tokens that belong to no sequence are few in what engines call: only captured batches are padded.
+constexpr int kMostClearBlocks = 64;
+
+Arguments general_arguments(const Attention& a) {
+  const format::Split split = format::split_dim(a.record.head_dim);
+  int log_block = 0;
+  while (1 << log_block < split.block) ++log_block;
+  return {a, RecordLayout(a.record), split, block_norm(log_block), 0, 0, 0};
+}
+
+}  // namespace
+
 // False where the device has too little shared memory for this shape.
 template <typename S>
-bool launch_shape(const Attention& a, Arguments& x, int most_shared, cudaStream_t stream) {
+bool GeneralLaunch::choose(const Attention& a, int most_shared) {
+  general::Arguments& x = arguments_;
   const int tile_tokens = a.record.tile_tokens();
   if (S::kStaged && S::kKeys < tile_tokens) return false;
   const int bytes = SharedMemory<S>::bytes(x.layout.head_dim, S::kKeys / tile_tokens * x.layout.tile_bytes);
   if (bytes > most_shared) return false;
-  const auto kernel = general::general_kernel<S>;
-  allow_shared_memory(reinterpret_cast<const void*>(kernel), current_device().index, bytes);
   const int64_t rows = int64_t{a.max_q_len} * a.group;
   x.row_blocks = static_cast<int>((rows + S::kRows - 1) / S::kRows);
   x.work_blocks = num_blocks(int64_t{x.row_blocks} * a.kv_heads * a.seqs, 1);
-  x.clear_blocks = a.query_begin ? static_cast<unsigned>(std::min(a.tokens, 64)) : 0;
-  kernel<<<num_blocks(int64_t{x.work_blocks} + x.clear_blocks, 1), S::kThreads, bytes, stream>>>(x);
-  check_cuda(cudaGetLastError(), "paged_attention");
+  x.clear_blocks = a.query_begin ? static_cast<unsigned>(std::min(a.tokens, kMostClearBlocks)) : 0;
+  kernel_ = general::general_kernel<S>, threads_ = S::kThreads, bytes_ = bytes;
+  blocks_ = num_blocks(int64_t{x.work_blocks} + x.clear_blocks, 1);
   return true;
 }
 
 // Many rows and keys at once; false beyond 256 channels.
 template <bool HOPPER>
-bool launch_large(const Attention& a, Arguments& x, int most_shared, cudaStream_t stream) {
-  const int d = x.layout.head_dim;
-  if (d <= 64)
-    return launch_shape<Shape<64, HOPPER ? 1 : 2, HOPPER ? 16 : 8, 1, 64, 2, true, HOPPER>>(a, x, most_shared, stream);
-  if (d <= 96) return launch_shape<Shape<96, 2, 8, 1, 64, 2, true, HOPPER>>(a, x, most_shared, stream);
-  if (d <= 128) return launch_shape<Shape<128, 2, 8, 1, 64, 2, true, HOPPER>>(a, x, most_shared, stream);
-  if (d <= 192) return launch_shape<Shape<192, 1, 8, 1, 32, 2, true, HOPPER>>(a, x, most_shared, stream);
-  if (d <= 256) return launch_shape<Shape<256, 1, 8, 1, 32, 2, true, HOPPER>>(a, x, most_shared, stream);
+bool GeneralLaunch::choose_large(const Attention& a, int most_shared) {
+  const int d = a.record.head_dim;
+  if (d <= 64) return choose<Shape<64, HOPPER ? 1 : 2, HOPPER ? 16 : 8, 1, 64, 2, true, HOPPER>>(a, most_shared);
+  if (d <= 96) return choose<Shape<96, 2, 8, 1, 64, 2, true, HOPPER>>(a, most_shared);
+  if (d <= 128) return choose<Shape<128, 2, 8, 1, 64, 2, true, HOPPER>>(a, most_shared);
+  if (d <= 192) return choose<Shape<192, 1, 8, 1, 32, 2, true, HOPPER>>(a, most_shared);
+  if (d <= 256) return choose<Shape<256, 1, 8, 1, 32, 2, true, HOPPER>>(a, most_shared);
   return false;
 }
 
 // Few rows and keys at once: for devices with less shared memory, and for large d.
-bool launch_small(const Attention& a, Arguments& x, int most_shared, cudaStream_t stream) {
-  const int d = x.layout.head_dim;
-  if (d <= 128 && launch_shape<Shape<128, 2, 4, 1, 16, 2, false>>(a, x, most_shared, stream)) return true;
-  if (d <= 256 && launch_shape<Shape<256, 1, 2, 2, 16, 2, false>>(a, x, most_shared, stream)) return true;
-  return launch_shape<Shape<1024, 1, 1, 4, 16, 1, false>>(a, x, most_shared, stream);
+bool GeneralLaunch::choose_small(const Attention& a, int most_shared) {
+  const int d = a.record.head_dim;
+  if (d <= 128 && choose<Shape<128, 2, 4, 1, 16, 2, false>>(a, most_shared)) return true;
+  if (d <= 256 && choose<Shape<256, 1, 2, 2, 16, 2, false>>(a, most_shared)) return true;
+  return choose<Shape<1024, 1, 1, 4, 16, 1, false>>(a, most_shared);
 }
 
-}  // namespace
-
-void attend_general(const Attention& a, const DeviceFacts& device, cudaStream_t stream) {
-  const format::Split split = format::split_dim(a.record.head_dim);
-  int log_block = 0;
-  while (1 << log_block < split.block) ++log_block;
-  Arguments x{a, RecordLayout(a.record), split, block_norm(log_block), 0, 0, 0};
+GeneralLaunch::GeneralLaunch(const Attention& a, const DeviceFacts& device) : arguments_(general_arguments(a)) {
   const int most = device.shared_per_block;
-
-  const bool large =
-      device.warpgroup_products ? launch_large<true>(a, x, most, stream) : launch_large<false>(a, x, most, stream);
-  if (large || launch_small(a, x, most, stream)) return;
-  STD_TORCH_CHECK(false, "paged_attention of head_dim ", a.record.head_dim, " needs more shared memory than the ", most,
+  const bool large = device.warpgroup_products ? choose_large<true>(a, most) : choose_large<false>(a, most);
+  STD_TORCH_CHECK(large || choose_small(a, most), "paged_attention of head_dim ", a.record.head_dim,
+                  " needs more shared memory than the ", most,
                   " bytes that a block has on this device: supported there are up to 256");
+}
+
+void GeneralLaunch::run(cudaStream_t stream) const {
+  allow_shared_memory(reinterpret_cast<const void*>(kernel_), current_device().index, bytes_);
+  kernel_<<<blocks_, threads_, bytes_, stream>>>(arguments_);
+  check_cuda(cudaGetLastError(), "paged_attention");
 }
 
 }  // namespace turboquant::cuda
