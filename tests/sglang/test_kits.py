@@ -58,7 +58,8 @@ def make_plan(page_size: int, heads: int, device: str, drafts: int) -> Plan:
     plan = object.__new__(Plan)
     plan.settings = Settings("k8v8", window=0, first_token="codes")
     plan.rank, plan.ranks, plan.own_layers, plan.is_hybrid = 0, 1, range(1), False
-    plan.page_size, plan.kv_heads, plan.head_dim = page_size, heads, 64
+    plan.page_size, plan.head_dim = page_size, 64
+    plan.q_heads = plan.kv_heads = heads
     plan.device, plan.dtype = torch.device(device), torch.float16
     plan.drafts, plan.layers_of_drafts = drafts, 0
     plan.sinks, plan.window = 0, int(drafts > 0)

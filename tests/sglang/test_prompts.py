@@ -60,6 +60,7 @@ def test_new_prompts(model, flash, window):
     reference = Reference(llama, "k5v4u", window=window)
     asked = [prompt(n, seed=n) for n in (1, 5, 90, 33)]
     with engine(folder, {"preset": "k5v4u", "window": window}) as loop:
+        flash.clear()  # what graphs of prompts were captured with
         answers = loop.generate(asked, TOKENS)
     assert flash == [(sum(map(len, asked)), True)] * LAYERS
     for p, answer in zip(asked, answers, strict=True):
@@ -79,6 +80,7 @@ def test_long_chunks(model, flash, preset, window, page_size):
     p = prompt(230, seed=1)
     options = {"chunked_prefill_size": 64, "page_size": page_size}
     with engine(folder, {"preset": preset, "window": window}, **options) as loop:
+        flash.clear()
         (answer,) = loop.generate([p], TOKENS)
     ends = [call.end for call in answer.calls if call.begin < len(p)]
     assert ends == [64, 128, 192, 230]
@@ -124,6 +126,7 @@ def test_sliding_windows(tmp_path, flash):
     asked = [prompt(n, seed=n) for n in (150, 30)]
     settings = {"preset": "k8v8", "window": 8}
     with engine(tmp_path, settings, chunked_prefill_size=64) as loop:
+        flash.clear()
         answers = [loop.generate([p], TOKENS)[0] for p in asked]
     second = [(64, True), (64, False)]  # in the layer with full attention only
     assert flash == [*[(64, True)] * LAYERS, *second, *[(30, True)] * LAYERS]
