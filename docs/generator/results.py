@@ -20,7 +20,7 @@ def digest(name: str) -> str:
 def source(name: str, some: Iterable[Row], folder: str = "") -> str:
     """The origin of these rows: their file and its commands. folder: of the root, from the page."""
     parts = "commit|caches|cache-dir|only|seconds|configs|points|limit|out"
-    noise = rf" --(({parts}) ('[^']*'|\S+)|no-picture|no-layers)"
+    noise = rf" --(({parts})[ =]('[^']*'|\S+)|no-picture|no-layers)"
     commands = dict.fromkeys(re.sub(noise, "", row["command"]) for row in some)
     text = " and ".join(f"`{command}`" for command in commands)
     return f"[{name}.json]({folder}benchmarks/results/{name}.json): {text}"

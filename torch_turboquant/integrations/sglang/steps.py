@@ -149,19 +149,19 @@ class Steps:
             lengths = lengths + step.longest
             # padding has no tokens, which stands behind all sequences that have some
             step.starts[1:].copy_((alive * step.longest).cumsum(0))
-        self._fill_sequences(step, rows, lengths)
+        self._fill_sequences(step, rows, lengths, alive)
         by_sequence, slots = step.slots.view(-1, step.longest), slots.view(-1, step.longest)
         n = len(slots)
         torch.where(alive[:n, None], slots, self.none, out=by_sequence[:n])
-        by_sequence[n:] = -1
+        if n < len(by_sequence):
+            by_sequence[n:] = -1
         if step.sliding is not None:
             step.sliding.slots.copy_(self._slots_of_sliding(step.slots))
 
-    def _fill_sequences(self, step: Step, rows: Tensor, lengths: Tensor) -> None:
-        alive = rows > 0
+    def _fill_sequences(self, step: Step, rows: Tensor, lengths: Tensor, alive: Tensor) -> None:
         torch.index_select(self.page_slots, 0, rows, out=step.block_table)
         step.block_table.floor_divide_(self.page_size)
-        step.seq_lens.copy_(lengths * alive)
+        torch.mul(lengths, alive, out=step.seq_lens)
         torch.where(alive, rows, self.none, out=step.rows)
         if step.sliding is not None:
             first_slots = self._slots_of_sliding(step.block_table.long() * self.page_size)
@@ -195,7 +195,7 @@ class Steps:
         new, old = list(batch.extend_seq_lens_cpu), list(batch.extend_prefix_lens_cpu)
         rows = batch.req_pool_indices
         step = self.allocate(len(new))
-        self._fill_sequences(step, rows, batch.seq_lens)
+        self._fill_sequences(step, rows, batch.seq_lens, rows > 0)
         starts = torch.tensor([0, *new]).cumsum(0).to(self.device, non_blocking=True)
         slots = batch.out_cache_loc.long()
         runs = () if long_from is None else runs_of(new, old, long_from, self.device)
