@@ -180,6 +180,10 @@ def save_gemma(folder, drafting):
     return gemma
 
 
+@pytest.mark.skipif(
+    INTERFACE.page_bytes == "layer",
+    reason="vLLM 0.27.1 does not read the assistant's configuration of newer transformers",
+)
 def test_drafts_that_read_the_keys_of_the_model(tmp_path):
     """vLLM tells the assistant's layers so after it has made them."""
     drafting = tmp_path / "assistant"
