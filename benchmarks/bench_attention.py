@@ -468,8 +468,8 @@ def main() -> None:
     if arguments.table:
         print_markdown(common.read_rows("h200_attention"))
         return
-    if torch.device(arguments.device).type != "cuda" and not arguments.tiny:
-        print("This benchmark needs a CUDA device; bench_cpu.py measures attention on CPUs.")
+    elsewhere = "; bench_cpu.py measures attention on CPUs"
+    if not arguments.tiny and not timing.on_a_gpu(arguments, elsewhere):
         return
     cases = chosen(QUICK if arguments.quick else ALL, arguments.only)
     if arguments.tiny:

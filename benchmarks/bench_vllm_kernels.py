@@ -34,7 +34,7 @@ from attention_batches import LARGE, LONG, LONG_BATCH, MANY_SHORT, SHORT, Case
 from batches import Difference, Shape, exact_attention, heads_of
 from bench_attention import STORED_TOKENS, Packed, Row
 from contenders import STEPS, Plain
-from timing import DEVICE, Call, Contest, number_of_caches
+from timing import DEVICE, Call, Contest, number_of_caches, on_a_gpu
 from torch import Tensor
 
 import torch_turboquant as tt
@@ -291,8 +291,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=0.1, help="of one contender's replays")
     arguments = options.parse_args()
     arguments.dry_run |= arguments.quick
-    if torch.device(arguments.device).type != "cuda":
-        print("This benchmark needs a CUDA device.")
+    if not on_a_gpu(arguments):
         return
     try:
         import vllm  # noqa: F401

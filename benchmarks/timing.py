@@ -22,10 +22,28 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""What is timed; of several GPUs the current one, which `on_a_gpu` chooses."""
 ROTATED_BYTES = 256 << 20
 """Distinct caches of a contender have more together than the L2 cache holds."""
 
 Call = Callable[[], object]
+
+
+def on_a_gpu(arguments: argparse.Namespace, elsewhere: str = "") -> bool:
+    """Whether a run measures a GPU: the one that --device names, which becomes the current one.
+
+    Args:
+        arguments: of common.parser.
+        elsewhere: what the message, printed where it does not, says of other devices.
+    """
+    device = torch.device(arguments.device)
+    if device.type != "cuda" or DEVICE.type != "cuda":
+        print(f"This benchmark needs a CUDA device{elsewhere}.")
+        return False
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    return True
+
 
 # ---- turns
 
@@ -190,11 +208,12 @@ def those_that_run(
     return found, missing
 
 
-# ---- what the device can do
+# ---- what the device can do, which "of read" compares with
 
 
 def bandwidth(contest: Contest, elements: int = 1 << 30) -> tuple[float, float]:
-    """TB/s of a sum over 4 GiB, and of a copy of 2 GiB (bytes read and bytes written)."""
+    """TB/s of a sum over 4 GiB of normal numbers, and of a copy of 2 GiB (bytes read and bytes
+    written), each in a graph or eager, whichever is faster."""
     source = torch.randn(elements, device=DEVICE)
     half = source.numel() // 2
     calls = {"read": [source.sum], "copy": [lambda: source[half:].copy_(source[:half])]}
@@ -203,12 +222,8 @@ def bandwidth(contest: Contest, elements: int = 1 << 30) -> tuple[float, float]:
 
 
 def read_speed() -> float:
-    """TB/s of a sum over 4 GiB of zeros, in a graph; 1 on a CPU, where rows are only a try."""
-    if DEVICE.type == "cpu":
-        return 1.0
-    x = torch.zeros(1 << 30, dtype=torch.float32, device=DEVICE)
-    (ms, _), *_ = Contest(0.5).medians({"sum": [x.sum]}).values()
-    return 4 * len(x) / ms * 1e-9
+    """TB/s of a sum as `bandwidth` measures it; 1 on a CPU, where rows are only a try."""
+    return 1.0 if DEVICE.type == "cpu" else bandwidth(Contest(0.5))[0]
 
 
 # ---- cases one after the other
@@ -233,20 +248,29 @@ def measure_cases(
 ) -> None:
     """Measures cases, and writes the rows so far into a result file after each of them.
 
+    Without a GPU it measures nothing but a try. Ends with an error that names the cases without a
+    row.
+
     Args:
         name: of the result file.
         measure: the row of a case, from the case, seconds of each contender and TB/s of a sum over
-            4 GiB; None: it has none.
+            4 GiB; None: its results are wrong.
         arguments: of case_parser.
         order: all cases, in the order of the file; None: nothing is written.
     """
-    read, rows = read_speed(), []
+    if not arguments.tiny and not on_a_gpu(arguments, "; --tiny is a try on any"):
+        return
+    read, rows, wrong = read_speed(), [], []
     for case in cases:
         row = measure(case, arguments.seconds, read)
-        if row is not None:
+        if row is None:
+            wrong.append(str(case))
+        else:
             rows.append({**row, "read_tb_s": round(read, 3)})
         gc.collect()
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
         if order is not None:
             common.write_progress(name, rows, "case", arguments, [str(case) for case in order])
+    if wrong:
+        raise SystemExit("cases with wrong results, which have no row:\n" + "\n".join(wrong))
