@@ -1,17 +1,21 @@
 """Speed of latent attention over the packed cache on a GPU, against bf16 kernels of the same run.
 
-A row is one batch, one number of query heads and one preset; "beside 63 x 200" are shorter
-sequences of the batch. Times are medians of CUDA graph
-replays, divided by the number of calls in the graph; all contenders take turns. A graph cycles
-through distinct caches of more than 256 MB in total, so that the L2 cache never holds the next one.
-Pages are in random order, and their codes come from Gaussian latents by mla_store. Before it is
-timed, every row compares outputs with float64 attention over the decoded latents of its last
-sequence. A row whose cosine is not above COSINE is not written.
+A row is one batch, one number of query heads and one preset. "1 x 131072 beside 63 x 200" is a
+batch of one sequence of 131,072 tokens and 63 of 200. Times are medians of CUDA graph replays,
+divided by the number of calls in the graph; all contenders take turns. A graph cycles through
+distinct caches of more than 256 MB in total, so that the L2 cache never holds the next one. Pages
+are in random order, and their codes come from Gaussian latents by mla_store.
+
+Before anything is timed, outputs of the last sequence's last token are compared with float64
+attention: ours over its decoded latents, but for rows with an exact tail, which are compared with
+nothing, and those of every contender over its own cache. Where a cosine of ours is not above
+COSINE, no row is written, an older one stays, and the program ends with an error that names the
+case. A contender with such a cosine does not count.
 
 bf16, on an uncompressed cache of 512 + 64 channels: FlashInfer's paged MLA (fa3 backend), FlashMLA,
 and vLLM's FlashAttention 3 with q_v, each where it can be imported; scaled_dot_product_attention
-with absorbed matrices otherwise. The fastest of them counts, the row names what cannot run. "of
-read" compares with a sum over 4 GiB.
+with absorbed matrices otherwise. The fastest of them counts, the row names what cannot run or is
+wrong. "of read" compares with a sum over 4 GiB.
 
     python benchmarks/bench_mla.py                all, into results/h200_mla.json
     python benchmarks/bench_mla.py --quick        the first rows, printed only
@@ -40,6 +44,7 @@ from timing import (
     number_of_caches,
     those_that_run,
 )
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import torch_turboquant as tt
@@ -178,10 +183,17 @@ class Packed:
             self.case.context,
             torch.float32,
         )
-        keys = torch.cat([latent[0], rope[0]], 1)
-        q = torch.cat([self.q[0][-1], self.q[1][-1]], 1)[None].float()
-        q = q * (SCALE * math.sqrt(keys.shape[1]))
-        return Difference.of(out[-1:], exact_attention(q, keys, latent[0]))
+        keys, q = torch.cat([latent[0], rope[0]], 1), torch.cat([x[-1] for x in self.q], 1)
+        return difference(out[-1], q, keys)
+
+
+def difference(out: Tensor, q: Tensor, keys: Tensor) -> Difference:
+    """How far the outputs of one token, [heads, LATENT], are from exact attention.
+
+    q: [heads, LATENT + ROPE]. keys: [context, LATENT + ROPE].
+    """
+    q = q.float() * (SCALE * math.sqrt(keys.shape[1]))
+    return Difference.of(out[None], exact_attention(q[None], keys, keys[:, :LATENT]))
 
 
 class Plain:
@@ -246,7 +258,7 @@ class Plain:
                 *metadata,
                 softmax_scale=SCALE,
                 causal=True,
-            )
+            )[0]
             for cache, _, table in self.sets
         ]
 
@@ -296,16 +308,31 @@ class Plain:
             )
         return found
 
+    def checked(self, calls: list[Call], paged: bool = True) -> list[Call]:
+        """Calls whose last output is right for the last sequence's last token.
+
+        paged: whether they read pages in the order of the block table.
+        """
+        out, (cache, _, table) = calls[-1](), self.sets[-1]
+        pages = table[-1, : self.pages[-1]].long()
+        keys = cache[pages] if paged else cache[len(cache) - len(pages) :]
+        rows = (out[-1] if isinstance(out, list) else out).reshape(-1, self.case.heads, LATENT)
+        keys = keys.flatten(0, 1)[: self.case.context]
+        cosine = difference(rows[-1], self.q[-1], keys).cosine
+        if not cosine > COSINE:
+            raise RuntimeError(f"its result has a cosine of {cosine:.5f} with exact attention")
+        return calls
+
     def contenders(self) -> tuple[dict[str, list[Call]], dict[str, str]]:
-        """Those that run, and why the others do not."""
+        """Those that run and are right, and why the others are not among them."""
         kinds: dict[str, Callable[[], list[Call]]] = {
-            "flashinfer": self.flashinfer_mla,
-            "flashmla": self.flash_mla,
-            "vllm_fa3": self.vllm_fa3,
+            "flashinfer": lambda: self.checked(self.flashinfer_mla()),
+            "flashmla": lambda: self.checked(self.flash_mla()),
+            "vllm_fa3": lambda: self.checked(self.vllm_fa3()),
         }
         found, missing = those_that_run(kinds)
         if not found:
-            found["sdpa"] = self.sdpa()
+            found["sdpa"] = self.checked(self.sdpa(), paged=False)
         return found, missing
 
 

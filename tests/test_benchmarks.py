@@ -207,6 +207,50 @@ def test_cases_one_after_the_other(monkeypatch, name, cases, count, sizes):
     assert all(row[size] > 0 for row in rows for size in sizes)
 
 
+@pytest.mark.parametrize("name", ["linear", "experts", "mla"])
+def test_cases_without_a_gpu(monkeypatch, capsys, name):
+    """Nothing is measured, as a row would replace those of a GPU."""
+
+    def measure(*given):
+        raise AssertionError(f"{given[0]} is measured")
+
+    device = "--device", "cpu"
+    assert run(monkeypatch, f"bench_{name}.py", *device, measure=measure) is None
+    assert "needs a CUDA device; --tiny is a try on any" in capsys.readouterr().out
+
+
+def test_a_case_with_wrong_results_ends_with_an_error(monkeypatch):
+    """Other cases are measured before."""
+    seen = []
+    arguments = "--tiny", "--only", "^k4u 16 heads 1 x (8192|131072)$"
+    with pytest.raises(SystemExit, match="(?s)wrong results.*k4u 16 heads 1 x 250"):
+        run(monkeypatch, "bench_mla.py", *arguments, measure=lambda *given: seen.append(given))
+    assert len(seen) == 2
+
+
+def test_a_contender_over_latents_with_wrong_results_does_not_count(monkeypatch):
+    """Of batches of one length, of several, and of steps of several queries."""
+    bench = load_script("benchmarks/bench_mla.py")
+    for case in (
+        bench.Case("k4u", 16, 2, 250),
+        bench.Case("k4u", 16, 2, 250, q_len=2),
+        bench.Case("k4u", 16, 2, 250, short=3),
+    ):
+        plain = bench.Plain(case)
+        monkeypatch.setattr(plain, "flash_mla", plain.sdpa)  # it leaves the block table out
+        monkeypatch.setattr(plain, "flashinfer_mla", lambda own=plain: in_table_order(own))
+        found, missing = plain.contenders()
+        assert set(found) == {"flashinfer"}
+        assert "its result has a cosine of" in missing["flashmla"]
+
+
+def in_table_order(plain):
+    """Attention of torch over pages in the order of the block table."""
+    sets, plain.sets = plain.sets, [(cache[order.long()], order, t) for cache, order, t in plain.sets]
+    calls, plain.sets = plain.sdpa(), sets
+    return calls
+
+
 def test_the_codec_on_a_cpu_writes_nothing(monkeypatch):
     class NoRows:
         all = staticmethod(tuple)
