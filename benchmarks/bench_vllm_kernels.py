@@ -6,12 +6,17 @@ their parameters may vary, and the fastest counts: how many parts a sequence is 
 takes 32) and pages of 16 (vLLM's default) or 64 tokens.
 
 A row is one call: "attention", a decode step's attention, or "store", the keys and values of new
-tokens written to the cache. Timing, shapes and data are those of bench_attention.py: medians of
-CUDA graph replays, all contenders by turns, over caches that the L2 cache never holds. Ours have
-the exact tail and the center of their preset, theirs have neither. "cosine" compares the outputs of
-one sequence and KV head with float64 attention over the unquantised keys and values: with random
-data, where attention averages over many tokens, it is an end-to-end check and no measure of
-quality.
+tokens written to the cache. Shapes, data and times are those of bench_attention.py, medians of CUDA
+graph replays, but not all contenders take turns: those in bf16 and fp8 do with each other, the
+splits of one of vLLM's presets and page size do, and the page sizes of a store; a preset of ours is
+timed alone. Attention goes through caches that the L2 cache never holds; a store writes two sets of
+new tokens in turn, each to random slots of one cache. Ours have the exact tail and the center of
+their preset, theirs have neither.
+
+Outputs of one sequence and KV head are compared with float64 attention, theirs over the unquantised
+keys and values ("cosine"), ours over the decoded ones and the exact tail ("cosine_of_decoded"): two
+different checks of the kernels. With random data, where attention averages over many tokens,
+neither is a measure of quality.
 
     python benchmarks/bench_vllm_kernels.py            all, into results/h200_vllm_kernels.json
     python benchmarks/bench_vllm_kernels.py --quick    one shape, printed only
@@ -222,7 +227,7 @@ def attention_rows(shape: Shape, contest: Contest) -> Iterator[Row]:
             "name": preset,
             "ms": ms,
             "bytes_read": packed.bytes_read,
-            "cosine": round(packed.errors().cosine, 5),
+            "cosine_of_decoded": round(packed.errors().cosine, 5),
         }
         del packed
         free()
@@ -280,8 +285,9 @@ def print_row(row: Row) -> None:
     text = f"{row['row']:52} {1000 * row['ms']:10.1f} us"
     if "way" in row:
         text += f" ({row['way']}; vLLM's default {1000 * row['default_ms']:.1f} us)"
-    if "cosine" in row:
-        text += f" cos {row['cosine']:.5f}"
+    for name in ("cosine", "cosine_of_decoded"):
+        if name in row:
+            text += f" {name} {row[name]:.5f}"
     print(text, flush=True)
 
 

@@ -170,6 +170,15 @@ def test_a_row_of_vllm_has_its_fastest_and_its_own_way():
     assert (row["ms"], row["way"], row["default_ms"]) == (2.0, "pages 64", 3.0)
 
 
+def test_cosines_beside_vllm_say_what_they_are_of():
+    """Ours are compared with decoded keys and values, vLLM's with the unquantised ones."""
+    rows = load_script("benchmarks/common.py").read_rows("h200_vllm_kernels")
+    names = {"ours": "cosine_of_decoded", "vllm": "cosine"}
+    for row in rows:
+        name = names.get(row["kind"]) if row["call"] == "attention" else None
+        assert [key for key in row if key.startswith("cosine")] == ([name] if name else [])
+
+
 def test_disturbed_steps_do_not_count():
     bench = load_script("benchmarks/bench_generate.py")
     quiet, disturbed = [5.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 2.0], [9.0] * bench.WINDOW
@@ -223,7 +232,7 @@ def test_a_case_with_wrong_results_ends_with_an_error(monkeypatch):
     """Other cases are measured before."""
     seen = []
     arguments = "--tiny", "--only", "^k4u 16 heads 1 x (8192|131072)$"
-    with pytest.raises(SystemExit, match="(?s)wrong results.*k4u 16 heads 1 x 250"):
+    with pytest.raises(SystemExit, match=r"(?s)wrong results.*k4u 16 heads 1 x 250"):
         run(monkeypatch, "bench_mla.py", *arguments, measure=lambda *given: seen.append(given))
     assert len(seen) == 2
 
@@ -246,7 +255,8 @@ def test_a_contender_over_latents_with_wrong_results_does_not_count(monkeypatch)
 
 def in_table_order(plain):
     """Attention of torch over pages in the order of the block table."""
-    sets, plain.sets = plain.sets, [(cache[order.long()], order, t) for cache, order, t in plain.sets]
+    sets = plain.sets
+    plain.sets = [(cache[order.long()], order, table) for cache, order, table in sets]
     calls, plain.sets = plain.sdpa(), sets
     return calls
 
