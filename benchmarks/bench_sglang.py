@@ -609,7 +609,7 @@ def measure_all(arguments: Any, cuda: bool) -> None:
             if found["point"] == "memory":  # the first row of an engine
                 versions = {"sglang": found.pop("sglang"), "torch": found.pop("torch")}
             name = f"sglang {versions['sglang']} {engine.config} {found['point']}"
-            if arguments.shape not in ("8b", "tiny"):
+            if arguments.shape != ("8b" if cuda else "tiny"):
                 name += f" {arguments.shape}"
             if arguments.layers:
                 name += f" of {arguments.layers} layers"

@@ -171,11 +171,15 @@ def main() -> None:
         return
     cuda = engines.begin(arguments, written=arguments.shape not in (None, "tiny"))
     arguments.shape = arguments.shape or ("8b" if cuda else "tiny")
-    sizes = SIZES["tiny" if arguments.shape == "tiny" else "cuda" if cuda else "cpu"]
-    for name, value in sizes.items():
+    for name, value in sizes_of(arguments.shape, cuda).items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     measure_all(arguments, cuda)
+
+
+def sizes_of(shape: str, cuda: bool) -> dict[str, float]:
+    """What options are unless they are given."""
+    return SIZES["tiny" if shape == "tiny" else "cuda" if cuda else "cpu"]
 
 
 def measure_all(arguments: Any, cuda: bool) -> None:
@@ -217,7 +221,7 @@ def measure_all(arguments: Any, cuda: bool) -> None:
                     found["point"] = f"memory with {engine.drafts} drafts"
             if "outputs" in found:
                 checked[engine.config] = found.pop("outputs")
-            rows.append(complete(found, engine, versions, arguments))
+            rows.append(complete(found, engine, versions, arguments, cuda))
             add_differences(rows, checked)
             print(engines.describe(rows[-1]), flush=True)
             common.write_progress(NAME if cuda else CPU_NAME, rows, "row", arguments)
@@ -227,13 +231,24 @@ def measure_all(arguments: Any, cuda: bool) -> None:
     print(engines.table(rows, configs))
 
 
-def complete(found: common.Row, engine: Engine, versions: common.Row, arguments: Any) -> common.Row:
-    """A row with its name, which tells it from all others of a device."""
+def complete(
+    found: common.Row, engine: Engine, versions: common.Row, arguments: Any, cuda: bool
+) -> common.Row:
+    """A row with its name, which tells it from all others of a device.
+
+    The name leaves out what is the default of the device.
+    """
     name = [f"vllm {versions['vllm']}", engine.config, found["point"]]
-    if arguments.shape not in ("8b", "1.5b") or arguments.tensor_parallel != 1:
+    if arguments.shape != ("8b" if cuda else "tiny") or arguments.tensor_parallel != 1:
         name.append(f"{arguments.shape} tp {arguments.tensor_parallel}")
+    if arguments.kv_gib != sizes_of(arguments.shape, cuda)["kv_gib"]:
+        name.append(f"{arguments.kv_gib:g} GiB")
     first = {"row": " ".join(name), **versions, "config": engine.config}
-    extent = {"shape": arguments.shape, "tensor_parallel": arguments.tensor_parallel}
+    extent = {
+        "shape": arguments.shape,
+        "tensor_parallel": arguments.tensor_parallel,
+        "cache_gib": arguments.kv_gib,
+    }
     return {**first, **extent, **found}
 
 

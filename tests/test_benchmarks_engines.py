@@ -83,6 +83,26 @@ def test_what_an_engine_of_vllm_is_given():
     assert options_of("k5u", 0, settings)["attention_backend"] == "CUSTOM"
 
 
+@pytest.mark.parametrize("cuda", [True, False])
+def test_rows_of_another_model_or_memory_have_another_name(bench_vllm, cuda):
+    """Rows replace those of their name in the file."""
+
+    def row(shape, kv_gib=None, gpus=1):
+        kv_gib = kv_gib or bench_vllm.sizes_of(shape, cuda)["kv_gib"]
+        options = Namespace(shape=shape, kv_gib=kv_gib, tensor_parallel=gpus)
+        engine = bench_vllm.Engine("k5v4u", 0, [])
+        found = {"point": "16x128", "tokens_s": 1.0}
+        return bench_vllm.complete(found, engine, {"vllm": "1"}, options, cuda)
+
+    shapes = [row(shape) for shape in bench_vllm.engines.SHAPES]
+    memory = [row("8b", 40.5), row("1.5b", 40.5), row("8b", 40.5, gpus=2), row("8b", gpus=2)]
+    names = [found["row"] for found in (*shapes, *memory)]
+    assert len(set(names)) == len(names)
+    assert row("8b" if cuda else "tiny")["row"] == "vllm 1 k5v4u 16x128"
+    assert memory[2]["row"] == "vllm 1 k5v4u 16x128 8b tp 2 40.5 GiB"
+    assert memory[0]["cache_gib"] == 40.5
+
+
 def test_engines_are_compared_with_bf16(bench_vllm):
     tops = {"7": -0.1, "8": -2.0}, {"7": -0.2, "9": -3.0}
     reference, ours = [[(7, tops[0]), (8, tops[0])]], [[(7, tops[1]), (9, tops[0])]]

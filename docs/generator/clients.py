@@ -6,11 +6,9 @@ import re
 
 from common import Row, markdown
 
-from generator.results import h200_rows
 
-
-def clients_table(name: str, titles: dict[str, str]) -> str:
-    """The clients of a result file: what they ask for and how soon they are answered.
+def clients_table(of: list[Row], titles: dict[str, str]) -> str:
+    """The clients among rows of an engine: what they ask for and how soon they are answered.
 
     Conversations come first, fewer clients before more, the engine's own caches before ours.
 
@@ -23,7 +21,7 @@ def clients_table(name: str, titles: dict[str, str]) -> str:
         place = own.index(config) if config in titles else len(own)
         return kind_of(row) != "turns", row["clients"], place, config
 
-    rows = [row for row in h200_rows(name) if "clients" in row]
+    rows = [row for row in of if "clients" in row]
     lines = [
         [
             load_in_words(row),

@@ -11,7 +11,7 @@ from generator.generation import GENERATED, token_row
 from generator.pictures import DEFAULT
 from generator.quality import OTHERS, QUALITY, quality_rows, top1
 from generator.results import h200_rows, link, source
-from generator.vllm import VLLM_PRESETS, engine_base, engine_kind, vllm_rows
+from generator.vllm import VLLM_PRESETS, engine_base, engine_kind, engine_rows, vllm_rows
 from generator.words import half, microseconds, name_of, paragraph
 
 
@@ -126,7 +126,7 @@ def generation() -> str:
 
 def engine_sentence(preset: str) -> str:
     """The README's sentence on vLLM's engine."""
-    rows = [row for row in h200_rows("h200_vllm") if engine_kind(row)[1:] == ("8b", 1)]
+    rows = [row for row in engine_rows() if engine_kind(row)[1:] == ("8b", 1)]
     found = {row["point"]: row for row in rows if row["config"] == preset}
 
     def times(point: str) -> str:

@@ -57,7 +57,7 @@ def sglang_table(rows: list[Row]) -> str:
 
 def sglang_clients() -> str:
     """SGLang's clients."""
-    return clients_table("h200_sglang", TITLES)
+    return clients_table(h200_rows("h200_sglang"), TITLES)
 
 
 def sglang_point_order(point: str) -> tuple[int, int, int]:

@@ -103,6 +103,12 @@ def engine_latents() -> str:
     return markdown(head, lines)
 
 
+def engine_rows() -> list[Row]:
+    """Rows of bench_vllm on the GPU with as much memory for caches as documents say."""
+    gib = ENGINE_GIB  # of rows that do not name it
+    return [row for row in h200_rows("h200_vllm") if row.get("cache_gib", gib) == ENGINE_GIB]
+
+
 def engine_base(row: Row, rows: list[Row]) -> Row | None:
     """bf16 at a row's point: of the same run, or the fastest of all runs."""
     bases = [r for r in rows if (r["point"], r["config"]) == (row["point"], "bf16")]
@@ -142,7 +148,7 @@ def engine_speed() -> str:
             "benchmarks/bench_vllm.py` does. The kernels have ([beside vLLM's "
             "own](measurements/performance_vllm.md))."
         )
-    rows = h200_rows("h200_vllm")
+    rows = engine_rows()
     tables = []
     for version, model, gpus in sorted(
         dict.fromkeys(map(engine_kind, rows)), key=lambda kind: kind[2]
@@ -155,7 +161,7 @@ def engine_speed() -> str:
 
 def engine_clients() -> str:
     """vLLM's clients."""
-    return clients_table("h200_vllm", {"bf16": "bf16", "fp8": "fp8"})
+    return clients_table(engine_rows(), {"bf16": "bf16", "fp8": "fp8"})
 
 
 def server_clients() -> str:
