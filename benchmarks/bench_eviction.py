@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from torch_turboquant.batch import AttentionOptions
+from torch_turboquant.eval.predict import divergence
 from torch_turboquant.eviction import OBSERVED, POLICIES
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.integrations.transformers.models import plain_layers, recording
@@ -157,12 +158,6 @@ def answers(model: nn.Module, cache: Any, asked: list[Asked], first: int) -> lis
 # ---- quality: measuring
 
 
-def divergence(own: Tensor, other: Tensor) -> Tensor:
-    """KL of each token, nats."""
-    p, q = own.log_softmax(-1), other.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
-
-
 class Tally:
     """What one cache has done with all contexts."""
 
@@ -209,7 +204,7 @@ def quality(model: nn.Module, tokenizer: Any, text: str, arguments: Any) -> list
         for choice, tally in tallies.items():
             preset, keep, policy = choice
             if preset == "none":
-                tally.kl.append(divergence(own, own))
+                tally.kl.append(divergence(own, own)[0])
                 for i, (cache, _) in prompts.items():
                     right = answers(model, copy.deepcopy(cache), context.asked, i)
                     tally.answered(right, i)
@@ -220,7 +215,7 @@ def quality(model: nn.Module, tokenizer: Any, text: str, arguments: Any) -> list
             ) as cache:
                 fill(cache, whole[1])
                 sizes[choice] = cache.memory_bytes()["pages"]
-                tally.kl.append(divergence(own, following(model, cache, context.following)))
+                tally.kl.append(divergence(own, following(model, cache, context.following))[0])
                 for i, (_, prompt) in prompts.items():
                     fill(cache, prompt)
                     tally.answered(answers(model, cache, context.asked, i), i)

@@ -41,6 +41,7 @@ from transformers import DynamicCache
 
 from torch_turboquant import LATENT_PRESETS, scaled_center
 from torch_turboquant.eval import assets, default_cache_dir
+from torch_turboquant.eval.predict import divergence
 from torch_turboquant.integrations.transformers import TurboQuantCache
 
 SHAPE = {
@@ -188,12 +189,6 @@ def logits(model: nn.Module, cache: Any, ids: Tensor) -> Tensor:
     return model(ids[None, PROMPT:], past_key_values=cache).logits[0].float()
 
 
-def divergence(own: Tensor, other: Tensor) -> Tensor:
-    """KL of each token, nats."""
-    p, q = own.log_softmax(-1), other.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
-
-
 def measure(model: nn.Module, text: Tensor, arguments: Any) -> Iterator[common.Row]:
     """Rows of all caches on one model. The text's last tokens calibrate, the others are scored."""
     count = arguments.segments
@@ -214,7 +209,7 @@ def measure(model: nn.Module, text: Tensor, arguments: Any) -> Iterator[common.R
         with TurboQuantCache.for_model(model, preset, **options) as cache:
             for mine, ids in zip(own, segments, strict=True):
                 cache.reset()
-                kl.append(divergence(mine, logits(model, cache, ids)).cpu())
+                kl.append(divergence(mine, logits(model, cache, ids))[0].cpu())
             size = cache.bytes_per_token // len(cache.packed)
         each = torch.cat(kl)
         blocks = each[: len(each) // BLOCK * BLOCK].view(-1, BLOCK).mean(1)

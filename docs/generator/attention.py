@@ -19,10 +19,8 @@ LARGE = 64, 8192
 
 
 def table_rows(table: str) -> list[Row]:
-    """Rows of one of the tables of bench_attention on the GPU; older rows do not name theirs."""
-    found = h200_rows("h200_attention")
-    unnamed = {False: "steps", True: "prompts"}
-    return [row for row in found if row.get("table", unnamed[row["q_len"] > 16]) == table]
+    """Rows of one of the tables of bench_attention on the GPU."""
+    return [row for row in h200_rows("h200_attention") if row["table"] == table]
 
 
 def decode_rows(**changes: Any) -> dict[tuple[int, int], dict[str, Row]]:
@@ -230,7 +228,7 @@ def drawn_table() -> str:
     speed-up, and how many are at least as fast."""
     limits = {"20 to 60 MB": 60e6, "60 to 200 MB": 200e6, "more": float("inf")}
     found: dict[str, dict[str, list[float]]] = {}
-    rows = [row for row in read_rows("h200_attention") if row.get("table") == "drawn"]
+    rows = [row for row in read_rows("h200_attention") if row["table"] == "drawn"]
     for row in rows:
         kind = re.search(r"drawn \d+ (\S+)", row["row"])[1]
         size = next(name for name, most in limits.items() if row["bf16_bytes"] <= most)
