@@ -15,8 +15,11 @@ total: "copy" is its time over the op's, and 1.0 is the speed of memory.
     python benchmarks/bench_cpu.py                        the best level, into results/cpu.json
     python benchmarks/bench_cpu.py --levels all           every level of this processor
     python benchmarks/bench_cpu.py --instructions         and instructions per code (minutes)
-    python benchmarks/bench_cpu.py --only 'score|encode'  rows whose name matches; others stay
+    python benchmarks/bench_cpu.py --only 'score|encode'  rows whose name matches
     python benchmarks/bench_cpu.py --quick                a second for everything, printed only
+
+Rows that are not measured again stay, and so do those of a processor of the same name with other
+levels: virtual machines may call processors with and without AVX-512 by one name.
 """
 
 from __future__ import annotations
@@ -32,18 +35,19 @@ from dataclasses import dataclass, field
 import common
 import instructions
 import torch
+from instructions import D, codebook
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 
 import torch_turboquant as tt
 from torch_turboquant._library import cpu_levels, force_cpu_level
 
-D = 128
 Q_HEADS, HEADS = 32, 8
 PRESETS = ("k4v4", "k3v3", "k5v4u", "k8v8")
 WAYS = ("gqa", "folded", "matmul", "compiled")
 CONTEXTS = [(1024 << i, 1) for i in range(7)] + [(8192, 4), (32768, 4)]
 FLUSHED_BYTES = 96 << 20
+KEY = ("row", "level", "by", "levels")  # what tells a row from the others of a processor
 SIMILAR = {
     2: 0.8,
     3: 0.95,
@@ -199,12 +203,6 @@ class Work:
     warm: bool = False
     """Whether to measure a second time with all data in the CPU's caches."""
     published: dict[str, float] = field(default_factory=dict)
-
-
-def codebook(bits: int, search: int = 1) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The constants of the codec: (signs, levels, steps)."""
-    book = tt.Codebook.make(D, bits, "lloyd")
-    return tt.random_signs(D, 0), book.levels_tensor(), book.steps_tensor(search)
 
 
 def hadamard_work(n: int, dtype: torch.dtype) -> Work:
@@ -435,10 +433,7 @@ def main() -> None:
     for row in results:
         print_row(row)
     results = [row | shared for row in results]
-    if arguments.only:
-        common.write_progress("cpu", results, ("row", "level", "by"), arguments)
-    else:
-        common.write_rows("cpu", results, arguments)
+    common.write_progress("cpu", results, KEY, arguments)
 
 
 if __name__ == "__main__":

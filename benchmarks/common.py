@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -78,9 +79,15 @@ def command_line() -> str:
 
     Of files elsewhere only the name is kept: their folders mean nothing on another machine.
     """
-    script = Path(sys.argv[0]).resolve().relative_to(ROOT)
-    options = (Path(text).name if text.startswith("/") else text for text in sys.argv[1:])
-    return shlex.join(["python", str(script), *options])
+    script = Path(sys.argv[0]).resolve()
+    program = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+    return shlex.join(["python", program, *map(without_folder, sys.argv[1:])])
+
+
+def without_folder(text: str) -> str:
+    """An argument whose value is an absolute path, without its folders: /a/b, --option=/a/b."""
+    option, sign, value = text.partition("=") if re.match(r"--[\w-]+=/", text) else ("", "", text)
+    return option + sign + (Path(value).name if value.startswith("/") else value)
 
 
 def file_name(kind: str, model: str) -> str:
@@ -143,7 +150,7 @@ def write_progress(
         return row[key] if isinstance(key, str) else tuple(row.get(entry) for entry in key)
 
     seen = {key_of(row) for row in rows}
-    device = origin(name, arguments)["device"]
+    device = device_name(arguments.device)
     old = [row for row in read_rows(name, missing_ok=True) if row["device"] == device]
     place = {value: i for i, value in enumerate(order)}
     merged = rows + [row for row in old if key_of(row) not in seen]

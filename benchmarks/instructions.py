@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import torch_turboquant as tt
 from torch_turboquant._library import cpu_levels, force_cpu_level
@@ -45,7 +46,7 @@ extern "C" void end(const char* name) {
 # ---- what is counted: for a size, the call and how many codes it reads or writes
 
 
-def codebook(bits: int, search: int = 1):
+def codebook(bits: int, search: int = 1) -> tuple[Tensor, Tensor | None, Tensor]:
     """The constants of the codec: (signs, levels, steps)."""
     book = tt.Codebook.make(D, bits, "lloyd")
     return tt.random_signs(D, 0), book.levels_tensor(), book.steps_tensor(search)

@@ -24,10 +24,29 @@ def test_make_bench_names_every_benchmark():
 def test_a_command_names_no_folder_of_this_machine(monkeypatch):
     common = load_script("benchmarks/common.py")
     script = str(ROOT / "benchmarks" / "bench_search.py")
-    monkeypatch.setattr(sys, "argv", [script, "/somewhere/vectors.json", "--text", "models/a.txt"])
+    given = ["/some/vectors.json", "--text", "a/b.txt", "--model=/some/model", "--only=a=/b"]
+    monkeypatch.setattr(sys, "argv", [script, *given])
     assert common.command_line() == (
-        "python benchmarks/bench_search.py vectors.json --text models/a.txt"
+        "python benchmarks/bench_search.py vectors.json --text a/b.txt --model=model --only=a=/b"
     )
+    monkeypatch.setattr(sys, "argv", ["/somewhere/else/bench_own.py", "--dry-run"])
+    assert common.command_line() == "python bench_own.py --dry-run"
+
+
+def test_a_dry_run_needs_no_git(monkeypatch):
+    """It would end a program that has measured already."""
+    common = load_script("benchmarks/common.py")
+
+    def no_git(*_, **__):
+        raise OSError("there is no git")
+
+    monkeypatch.setattr(common.subprocess, "run", no_git)
+    row = {"row": "a", "ms": 1.0}
+    options = Namespace(device="cpu", commit=None, dry_run=True)
+    common.write_progress("cpu", [row], "row", options)
+    common.write_rows("cpu", [row], options)
+    with pytest.raises(SystemExit, match="git cannot name the commit"):
+        common.write_rows("cpu", [row], Namespace(device="cpu", commit=None, dry_run=False))
 
 
 def test_host_times_on_a_cpu_say_what_they_hold(monkeypatch, capsys):
@@ -134,11 +153,11 @@ def test_a_part_of_the_rows_is_merged_in_order(monkeypatch):
     here = {"device": "this"}
     old = [{"row": name, "ms": 1, **here} for name in ("a", "b", "gone", "d")]
     monkeypatch.setattr(common, "read_rows", lambda name, missing_ok: old)
-    monkeypatch.setattr(common, "origin", lambda name, arguments: here)
+    monkeypatch.setattr(common, "device_name", lambda device: "this")
     written = []
     monkeypatch.setattr(common, "write_rows", lambda name, rows, arguments: written.extend(rows))
     new = [{"row": name, "ms": 2} for name in ("d", "c")]
-    common.write_progress("file", new, "row", None, order="abcd")
+    common.write_progress("file", new, "row", Namespace(device="cpu"), order="abcd")
     found = [(row["row"], row["ms"]) for row in written]
     assert found == [("a", 1), ("b", 1), ("c", 2), ("d", 2), ("gone", 1)]
 
@@ -216,6 +235,17 @@ def test_cases_one_after_the_other(monkeypatch, name, cases, count, sizes):
     assert all(row[size] > 0 for row in rows for size in sizes)
 
 
+def test_the_table_of_experts_names_what_it_divides_by(monkeypatch):
+    bench = load_script("benchmarks/bench_experts.py")
+    row = {"case": "a", "us": 10.0, "of_read": 0.5, "speedup": 2.0}
+    rows = [{**row, "other_us": {"loop": 30.0, "bmm": 20.0}}, {**row, "other_us": {}}]
+    monkeypatch.setattr(bench.common, "read_rows", lambda name: rows)
+    assert bench.table().splitlines()[2:] == [
+        "| a | 10.0 | 50% | 20.0 (bmm) | 2.00x |",
+        "| a | 10.0 | 50% |  |  |",
+    ]
+
+
 @pytest.mark.parametrize("name", ["linear", "experts", "mla"])
 def test_cases_without_a_gpu(monkeypatch, capsys, name):
     """Nothing is measured, as a row would replace those of a GPU."""
@@ -268,6 +298,29 @@ def test_the_codec_on_a_cpu_writes_nothing(monkeypatch):
     nothing = {"Rows": lambda device: NoRows, "Timer": lambda *arguments: None}
     file, _, written = run(monkeypatch, "bench_codec.py", "--device", "cpu", **nothing)
     assert file == "h200_codec" and not written
+
+
+def test_a_processor_of_one_name_and_other_levels_changes_no_row(monkeypatch):
+    bench, here = load_script("benchmarks/bench_cpu.py"), {"device": "AMD EPYC"}
+    monkeypatch.setattr(bench.common, "device_name", lambda device: here["device"])
+    written = []
+    monkeypatch.setattr(bench.common, "write_rows", lambda *given: written.extend(given[1]))
+    real = bench.common.read_rows("cpu")
+    less = {**here, "levels": "avx2 portable", "ms": 1e3, "speedup_vs_bf16": 9.0, "threads": 9}
+    new = [{**row, **less} for row in real if row["level"] == "avx2"]
+    bench.common.write_progress("cpu", new, bench.KEY, Namespace(device="cpu"))
+    assert len(written) == len(real) + len(new)
+    written.clear()
+    again = [{**row, "ms": 1e3} for row in real if row["level"] == "avx512"]
+    bench.common.write_progress("cpu", again, bench.KEY, Namespace(device="cpu"))
+    assert len(written) == len(real)  # of the default, which measures one level
+
+    generate = load_script("docs/generate.py")
+    read = generate.results.read_rows
+    monkeypatch.setattr(
+        generate.results, "read_rows", lambda name: (new if name == "cpu" else []) + read(name)
+    )
+    assert not list(generate.outdated())
 
 
 def test_another_gpu_changes_no_table_that_names_the_h200(monkeypatch):

@@ -12,11 +12,17 @@ from generator.results import digest
 from generator.words import name_of
 
 
+def cpu_rows() -> list[Row]:
+    """Rows of bench_cpu on the processor with AVX-512; a file may hold those of others."""
+    found = [row for row in results.read_rows("cpu") if "avx512" in row["levels"].split()]
+    return [row for row in found if row["device"] == found[0]["device"]]
+
+
 def cpu_attention_table() -> str:
     """A row per context: two presets at the best level, and one at the level below it."""
     found = {
         (row["row"].split()[1], row["level"], row["context"], row["batch"]): row
-        for row in results.read_rows("cpu")
+        for row in cpu_rows()
         if row["row"].startswith("attention k")
     }
     lines = []
@@ -35,9 +41,7 @@ def cpu_attention_table() -> str:
 def cpu_linear_table() -> str:
     """A row per number of tokens: packed weights at two levels, beside PyTorch and a sum."""
     found = {
-        (row["row"], row["level"]): row
-        for row in results.read_rows("cpu")
-        if row["row"].startswith("linear ")
+        (row["row"], row["level"]): row for row in cpu_rows() if row["row"].startswith("linear ")
     }
     lines = []
     for name in dict.fromkeys(name for name, _ in found):
@@ -62,12 +66,10 @@ CPU_SHAPES = ((8192, 1), (32768, 1), (65536, 1), (32768, 4))
 
 def cpu_attention_rows() -> dict[tuple[str, int, int], Row]:
     """Attention at the best level of the CPU: (preset, context, batch) -> row."""
-    found = [row for row in results.read_rows("cpu") if row["row"].startswith("attention k")]
-    best = found[0]["levels"].split()[0]
     return {
         (row["row"].split()[1], row["context"], row["batch"]): row
-        for row in found
-        if row["level"] == best
+        for row in cpu_rows()
+        if row["row"].startswith("attention k") and row["level"] == "avx512"
     }
 
 
