@@ -22,8 +22,9 @@ The tables, which --only takes by name:
     steps    decode steps of one query or four, exact tail and center included
     rows     several queries of many heads: 4 to 128 query rows per KV head
     mixed    decode steps, drafts and prompt chunks in one call, and each part alone ("parts_ms").
-             bf16 is FlashInfer's paged prefill in one call, flash attention of variable lengths, or
-             "in parts": cuDNN with folded heads over steps, flash attention over each prompt.
+             bf16 is FlashInfer's paged prefill in one call, flash attention of variable lengths,
+             FlashAttention 3 where it is installed, or "in parts": cuDNN with folded heads over
+             steps, flash attention over each prompt.
     prompts  prompts from position 0 and behind older tokens, causal, from codes ("own": this call's
              keys and values as they are, by k_new and v_new). bf16: cuDNN where its mask fits,
              flash attention, FlashInfer, and FlashAttention 3 where it is installed.

@@ -57,6 +57,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "models": generation.models_table,
     },
     f"{PERFORMANCE}_attention.md": {
+        "contenders": attention.contenders_table,
         "attention": attention.attention_table,
         "variants": attention.variants_table,
         "rows": attention.query_rows_table,

@@ -325,6 +325,16 @@ def test_the_picture_shows_the_present_results(generate, picture, results):
         assert drawn.info["Source"] == shown, "run make docs"
 
 
+def test_contenders_that_ran_are_on_the_page_of_attention(generate):
+    """None has a name that the page leaves out, and the fastest is one of them."""
+    attention = generate.attention
+    ours = ("ours_ms", "ours_eager_ms", "parts_ms", "best_bf16_ms", "fp8_ms")
+    for row in attention.h200_rows("h200_attention"):
+        timed = attention.timed(row)
+        assert row["best_bf16_name"] in timed and not row["absent"].keys() & set(timed)
+        assert len(timed) == sum(key.endswith("_ms") and key not in ours for key in row)
+
+
 def test_pictures_mark_the_default(generate):
     attention = generate.attention
     colors = attention.preset_colors(["k8v8", "k4v4", attention.DEFAULT])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -31,6 +32,35 @@ def decode_rows(**changes: Any) -> dict[tuple[int, int], dict[str, Row]]:
         if wanted.items() <= row.items():
             found.setdefault((row["batch"], row["context"]), {})[row["preset"]] = row
     return found
+
+
+CONTENDERS = (
+    *("cudnn", "cudnn folded", "flash", "flash folded", "flash varlen", "in parts"),
+    *("flashinfer", "flashinfer fa3", "fa3"),
+)
+"""In bf16, as benchmarks/contenders.py names them."""
+
+
+def timed(row: Row) -> list[str]:
+    """The contenders in bf16 whose times a row has."""
+    return [name for name in CONTENDERS if f"{name.replace(' ', '_')}_ms" in row]
+
+
+def contenders_table() -> str:
+    """Which contenders each table's rows have been measured beside."""
+
+    def share(count: int, of: int) -> str:
+        return "" if count == of else f" ({count} of {of})"
+
+    lines = []
+    for table in dict.fromkeys(row["table"] for row in h200_rows("h200_attention")):
+        rows = table_rows(table)
+        counts = Counter(name for row in rows for name in timed(row))
+        names = [name + share(counts[name], len(rows)) for name in CONTENDERS if counts[name]]
+        fp8 = sum(bool(row["fp8_ms"]) for row in rows)
+        with_fp8 = "yes" + share(fp8, len(rows)) if fp8 else "no"
+        lines.append([f"`{table}`", str(len(rows)), ", ".join(names), with_fp8])
+    return markdown(["`--only`", "rows", "contenders in bf16", "fp8"], lines) if lines else ""
 
 
 def best_bf16(row: Row) -> str:

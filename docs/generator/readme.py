@@ -5,14 +5,14 @@ from __future__ import annotations
 from common import Row, markdown
 
 import torch_turboquant as tq
-from generator.attention import LARGE, decode_rows
+from generator.attention import LARGE, decode_rows, timed
 from generator.cpu import cpu_attention_rows, demo_rows
 from generator.generation import GENERATED, token_row
 from generator.pictures import DEFAULT
 from generator.quality import OTHERS, QUALITY, quality_rows, top1
 from generator.results import h200_rows, link, source
 from generator.vllm import VLLM_PRESETS, engine_base, engine_kind, engine_rows, vllm_rows
-from generator.words import half, microseconds, name_of, paragraph
+from generator.words import half, in_words, microseconds, name_of, paragraph
 
 
 def headline() -> str:
@@ -25,9 +25,9 @@ def headline() -> str:
         f"**Memory: a cache {16 / quality['bits_per_value_8k']:.1f} times smaller**, "
         f"{quality['bits_per_value_8k']:.1f} bits per element instead of 16, scales and exact "
         "tokens included.",
-        f"**Speed: attention {step['speedup_vs_bf16']:.1f} times as fast** as the fastest of five "
-        f"bf16 kernels, for a decode step of {LARGE[0]} sequences of {LARGE[1]:,} tokens on an "
-        f"H200; **tokens {plain / ours:.1f} times as fast**: a Llama-3.1-8B-shaped model generates "
+        f"**Speed: attention {step['speedup_vs_bf16']:.1f} times as fast** as the fastest of "
+        f"{in_words(len(timed(step)))} bf16 kernels, for a decode step of {LARGE[0]} sequences of "
+        f"{LARGE[1]:,} tokens on an H200; **tokens {plain / ours:.1f} times as fast**: a Llama-3.1-8B-shaped model generates "
         f"one for {GENERATED[0]} sequences of {GENERATED[1]:,} tokens in {ours:.1f} ms instead of "
         f"{plain:.1f} ms.",
         "**Quality: the same most likely next token as with an uncompressed cache in "
@@ -76,9 +76,9 @@ def overview() -> str:
         "exact, which explains most of its lead over the others; k4v4 without exact tokens has a "
         f"KL of {untailed['kl']:.4f} ([more](docs/quality.md)).",
         f"{link('h200_attention', 'Speed')}: attention of a decode step, {name_of(LARGE)} tokens, "
-        "center and exact tail included, against the fastest of five bf16 kernels and the faster "
-        "of FlashInfer's and FlashAttention 3's fp8 ([more](docs/performance.md)). Empty cells "
-        "were not measured.",
+        f"center and exact tail included, against the fastest of {in_words(len(timed(any_row)))} "
+        "bf16 kernels and the faster of FlashInfer's and FlashAttention 3's fp8 "
+        "([more](docs/performance.md)). Empty cells were not measured.",
     ]
     notes = "\n".join(paragraph(f"- {item}") for item in items)
     return f"{markdown(header.split(','), lines)}\n\n{notes}"

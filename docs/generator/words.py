@@ -14,6 +14,11 @@ def microseconds(ms: float) -> str:
     return f"{1000 * ms:.0f} us" if ms < 1 else f"{ms:.2f} ms"
 
 
+def in_words(count: int) -> str:
+    """A number of things, of which there are few."""
+    return "none one two three four five six seven eight nine".split()[count]
+
+
 def shape_of_model(shape: str, gpus: int) -> str:
     """What follows the name of an engine: the shape in benchmarks/engines.py and its GPUs."""
     model = {
