@@ -1,8 +1,10 @@
 """Parts of all benchmarks: options, result files that say where their rows come from, tables.
 
 A result file, benchmarks/results/<name>.json, is a list of rows. Every row carries its device, the
-commit and the command that made it. Writing replaces the rows of the same device and keeps those of
-others, so one file collects all machines.
+commit and the command that made it. A command that names another commit is as it was given, before
+the history was rewritten; tests/test_documents.py lists the commits that this history has not.
+Writing replaces the rows of the same device and keeps those of others, so one file collects all
+machines.
 """
 
 from __future__ import annotations

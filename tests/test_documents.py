@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -238,6 +239,16 @@ def test_steps_on_the_page_of_sglang(generate, monkeypatch):
     ]
 
 
+def test_rows_of_several_runs_say_so(generate):
+    several = generate.results.several_runs
+    one, other = {"commit": "abc"}, {"commit": "def-dirty"}
+    assert several({"k5v4u": [one, one], "bf16": [one]}) == ""
+    assert several({"bf16": [one], "k5v4u": [other], "fp8": [one]}) == (
+        "They were measured in runs of several commits: bf16 and fp8 at abc; "
+        "k5v4u at def with uncommitted changes."
+    )
+
+
 def test_quality_on_the_page_of_sglang(generate, monkeypatch, tmp_path):
     """Beside the cache for transformers, in float32 over 2,048 tokens."""
     row = {"kl": 0.0008, "kl_interval": [0.0006, 0.001], "top1_agreement": 0.9812}
@@ -297,6 +308,33 @@ def test_quality_of_engines_on_the_page_of_vllm(generate, monkeypatch, tmp_path)
         "in bfloat16;",
         "Gemma-3-270M: 3,072 in chunks of 64, in float32.",
     ]
+
+
+ELSEWHERE = {
+    "bba556362c71",  # distortion
+    "a30dd936778f",  # eviction_*
+    "1fec00562fb4",  # quality_*, as the next one
+    "1aea22b04a08",
+    "e32c4d1e64d5-dirty",  # clients of SGLang
+}
+"""What rows name as their commit and this history does not have; no other row may."""
+
+
+def test_results_name_commits_of_this_history():
+    """Of the key "commit": a command may name one of a history that was rewritten since."""
+
+    def git(*arguments, **given):
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, **given)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("this checkout has no history")
+    files = (ROOT / "benchmarks" / "results").glob("*.json")
+    named = {row["commit"] for path in files for row in json.loads(path.read_text())} - ELSEWHERE
+    assert len(named) > 30
+    asked = "\n".join(f"{name}^{{commit}}" for name in sorted(named))
+    answers = git("cat-file", "--batch-check", input=asked, check=True).stdout.splitlines()
+    assert not [answer for answer in answers if " commit " not in answer]
 
 
 def test_another_docstring_would_show(generate, monkeypatch):

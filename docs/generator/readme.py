@@ -10,7 +10,7 @@ from generator.cpu import cpu_attention_rows, demo_rows
 from generator.generation import GENERATED, token_row
 from generator.pictures import DEFAULT
 from generator.quality import OTHERS, QUALITY, quality_rows, top1
-from generator.results import h200_rows, link, source
+from generator.results import h200_rows, link, several_runs, source
 from generator.vllm import VLLM_PRESETS, engine_base, engine_kind, engine_rows, vllm_rows
 from generator.words import half, in_words, microseconds, name_of, paragraph
 
@@ -27,9 +27,9 @@ def headline() -> str:
         "tokens included.",
         f"**Speed: attention {step['speedup_vs_bf16']:.1f} times as fast** as the fastest of "
         f"{in_words(len(timed(step)))} bf16 kernels, for a decode step of {LARGE[0]} sequences of "
-        f"{LARGE[1]:,} tokens on an H200; **tokens {plain / ours:.1f} times as fast**: a Llama-3.1-8B-shaped model generates "
-        f"one for {GENERATED[0]} sequences of {GENERATED[1]:,} tokens in {ours:.1f} ms instead of "
-        f"{plain:.1f} ms.",
+        f"{LARGE[1]:,} tokens on an H200; **tokens {plain / ours:.1f} times as fast**: a "
+        f"Llama-3.1-8B-shaped model generates one for {GENERATED[0]} sequences of "
+        f"{GENERATED[1]:,} tokens in {ours:.1f} ms instead of {plain:.1f} ms.",
         "**Quality: the same most likely next token as with an uncompressed cache in "
         f"{top1(quality)} of all positions** (SmolLM2-135M; fp8: {top1(fp8)}).",
     ]
@@ -151,12 +151,13 @@ def clients_sentence(preset: str) -> str:
     def times(other: Row) -> str:
         return f"{ours['requests_s'] / other['requests_s']:.1f} times"
 
+    note = several_runs({preset: [ours], "bf16": [bf16], "fp8": [fp8]})
     return paragraph(
         f"Inside SGLang {ours['sglang']}, {ours['clients']} clients with conversations of "
         f"{ours['context']:,} tokens get {times(bf16)} as many answers with {preset} as with bf16, "
         f"which has no room for all of them, and {times(fp8)} as many as with fp8 "
         f"([more](docs/sglang.md#clients); {link('h200_sglang', 'h200_sglang.json')}: "
-        f"`python benchmarks/bench_sglang.py --points {point} --serve 30`)."
+        f"`python benchmarks/bench_sglang.py --points {point} --serve 30`). {note}"
     )
 
 

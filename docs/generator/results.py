@@ -26,6 +26,22 @@ def source(name: str, some: Iterable[Row], folder: str = "") -> str:
     return f"[{name}.json]({folder}benchmarks/results/{name}.json): {text}"
 
 
+def several_runs(some: dict[str, list[Row]]) -> str:
+    """A sentence that says which rows, by title, are of which commit; empty if all are of one."""
+    titles: dict[str, list[str]] = {}
+    for title, rows in some.items():
+        for commit in dict.fromkeys(row["commit"] for row in rows):
+            titles.setdefault(commit, []).append(title)
+    if len(titles) < 2:
+        return ""
+    parts = []
+    for commit, names in titles.items():
+        clean = commit.removesuffix("-dirty")
+        more = " with uncommitted changes" if clean != commit else ""
+        parts.append(f"{' and '.join(names)} at {clean}{more}")
+    return f"They were measured in runs of several commits: {'; '.join(parts)}."
+
+
 def link(name: str, label: str) -> str:
     """A link of the README to a result file, whose rows name machine, commit and command."""
     return f"[{label}](benchmarks/results/{name}.json)"

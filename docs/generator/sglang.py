@@ -11,7 +11,7 @@ import torch_turboquant as tq
 from generator import results
 from generator.clients import clients_table
 from generator.quality import quality_rows
-from generator.results import h200_rows, source
+from generator.results import h200_rows, several_runs, source
 from generator.words import half, paragraph, shape_of_model
 
 TITLES = {"fa3": "bf16, FA3", "fa3:fp8": "fp8, FA3", "triton": "bf16, Triton"}  # SGLang's caches
@@ -56,8 +56,13 @@ def sglang_table(rows: list[Row]) -> str:
 
 
 def sglang_clients() -> str:
-    """SGLang's clients."""
-    return clients_table(h200_rows("h200_sglang"), TITLES)
+    """SGLang's clients, and which of them were not measured in one run."""
+    rows = [row for row in h200_rows("h200_sglang") if "clients" in row]
+    by_cache: dict[str, list[Row]] = {}
+    for row in rows:
+        by_cache.setdefault(TITLES.get(row["config"], row["config"]), []).append(row)
+    note = several_runs(by_cache)
+    return clients_table(rows, TITLES) + (f"\n\n{paragraph(note)}" if note else "")
 
 
 def sglang_point_order(point: str) -> tuple[int, int, int]:
