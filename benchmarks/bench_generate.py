@@ -21,10 +21,10 @@ each with enable_gqa and with the query heads of a KV head folded into queries. 
 way choose the fastest ("way"), which is then timed. "ways_ms" has the times of all of them. The
 mode "compile", which takes long to start, has only the way that was the fastest in a graph.
 
-A row of "decode" has the time of one more token of a batch after a given context (tpot_ms: the
+A row of "step" has the time of one more token of a batch after a given context (tpot_ms: the
 median decode step, from its input to the next token's id, of the least disturbed window of 8 steps:
 eager steps depend on the host, which other work can slow down for seconds), the bytes of the
-cache's tensors (cache_bytes), and the peak of all memory while decoding. The context consists of
+cache's tensors (cache_bytes), and the peak of all memory meanwhile. The context consists of
 random keys and values, written straight into the cache, since their values do not change the times
 either ("filled": "random"). A row of "prompt" runs a real prompt through the model. It has the peak
 of memory and the time to the first token, once as a new process takes it (ttft_ms: unused memory
@@ -108,7 +108,7 @@ Identity = tuple[str, str, str, int, int, int]  # part, kind, mode, batch, conte
 class Case:
     """One row to measure."""
 
-    part: str  # decode, prompt
+    part: str  # step, prompt
     kind: str
     mode: str
     batch: int
@@ -144,12 +144,12 @@ def whole_table() -> Iterator[Case]:
         for batch in (1, 8, 16, 32) if context == 32768 else (1, 8, 32):
             quantized = QUANTIZED if batch == 1 else ("quanto",)
             for kind in ("dynamic", *quantized, *presets):
-                yield Case("decode", kind, "eager", batch, context)
+                yield Case("step", kind, "eager", batch, context)
             for kind in ("static", "unmasked", *presets):
-                yield Case("decode", kind, "graph", batch, context)
+                yield Case("step", kind, "graph", batch, context)
     for context, batch in ((1024, 1), (32768, 16), (131072, 1)):
         for kind in ("static", "unmasked", *presets):
-            yield Case("decode", kind, "compile", batch, context)
+            yield Case("step", kind, "compile", batch, context)
     for context in (100, 256, 1024, 8192, 32768, 131072):
         for kind in ("dynamic", *presets):
             yield Case("prompt", kind, "eager", 1, context)
@@ -160,14 +160,14 @@ def whole_table() -> Iterator[Case]:
 def quick_table() -> Iterator[Case]:
     for context, batch in ((8192, 1), (32768, 16), (131072, 1), (1024, 32)):
         for kind in ("dynamic", "k5v4u"):
-            yield Case("decode", kind, "eager", batch, context)
+            yield Case("step", kind, "eager", batch, context)
         for kind in ("static", "unmasked", "k5v4u"):
-            yield Case("decode", kind, "graph", batch, context)
+            yield Case("step", kind, "graph", batch, context)
     for context in (1024, 8192, 32768):
         for kind in ("dynamic", "k5v4u"):
             yield Case("prompt", kind, "eager", 1, context)
     for kind in ("static", "unmasked", "k5v4u"):
-        yield Case("decode", kind, "compile", 1, 131072)
+        yield Case("step", kind, "compile", 1, 131072)
 
 
 def weights_table(bits: int, tiny: bool) -> Iterator[Case]:
@@ -176,10 +176,10 @@ def weights_table(bits: int, tiny: bool) -> Iterator[Case]:
     for weights in (0, bits):
         for batch, context in points:
             for kind in ("dynamic", "k5v4u"):
-                yield Case("decode", kind, "eager", batch, context, weights)
+                yield Case("step", kind, "eager", batch, context, weights)
             for mode in ("compile",) if tiny else ("graph", "compile"):
                 for kind in ("unmasked", "k5v4u"):
-                    yield Case("decode", kind, mode, batch, context, weights)
+                    yield Case("step", kind, mode, batch, context, weights)
         for context in (200,) if tiny else (100, 1024, 8192):
             yield Case("prompt", "dynamic", "eager", 1, context, weights)
 
@@ -192,7 +192,7 @@ def tiny_table() -> Iterator[Case]:
         ("unmasked", "compile"),
         ("k4v4", "compile"),
     ):
-        yield Case("decode", kind, mode, 2, 200)
+        yield Case("step", kind, mode, 2, 200)
     for kind in ("dynamic", "k4v4"):
         yield Case("prompt", kind, "eager", 2, 200)
 
@@ -379,7 +379,7 @@ def stepper(case: Case, model, cache: Cache) -> Callable[[Tensor], Tensor]:
     return replay
 
 
-def decode(case: Case, ways: Sequence[str], model, device: Device, steps: int) -> dict:
+def fastest_steps(case: Case, ways: Sequence[str], model, device: Device, steps: int) -> dict:
     """Times of decode steps after a context, of the fastest way; see the top of this file."""
     tried: dict[str, float] = {}
     absent: dict[str, str] = {}
@@ -495,8 +495,8 @@ def measure(case: Case, ways: Sequence[str], model, device: Device, quick: bool)
     if case.weights:
         origin["weights"] = case.weights
     try:
-        if case.part == "decode":
-            return origin | decode(case, ways, model, device, 12 if quick else 32)
+        if case.part == "step":
+            return origin | fastest_steps(case, ways, model, device, 12 if quick else 32)
         return origin | prompt(case, model, device, 4 if quick else 12)
     except Unavailable as error:
         return origin | {"not_run": str(error)}

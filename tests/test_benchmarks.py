@@ -170,7 +170,7 @@ def test_vllm_kernels_without_a_gpu(monkeypatch, capsys):
 @pytest.mark.parametrize(("kind", "mode"), [("unmasked", "graph"), ("dynamic", "eager")])
 def test_an_uncompressed_cache_counts_in_its_fastest_way(monkeypatch, kind, mode):
     bench = load_script("benchmarks/bench_generate.py")
-    case = bench.Case("decode", kind, mode, 1, 100)
+    case = bench.Case("step", kind, mode, 1, 100)
     assert set(bench.KERNELS) <= set(case.ways)
     for fastest in case.ways:
 
@@ -178,7 +178,7 @@ def test_an_uncompressed_cache_counts_in_its_fastest_way(monkeypatch, kind, mode
             return {"tpot_ms": 1.0 if way == fastest else 2.0}
 
         monkeypatch.setattr(bench, "steps_of", steps_of)
-        row = bench.decode(case, case.ways, None, None, 8)
+        row = bench.fastest_steps(case, case.ways, None, None, 8)
         assert row["way"] == fastest and row["tpot_ms"] == 1.0
         assert set(row["ways_ms"]) == set(case.ways)
 
@@ -341,7 +341,7 @@ def test_packed_weights_are_compared_with_the_same_cases():
     plain, packed = {}, {}
     for case in bench.weights_table(4, tiny=False):
         (packed if case.weights else plain)[case.title.removesuffix(" w4")] = case
-    assert plain.keys() == packed.keys() and "decode k5v4u graph 16x32768" in plain
+    assert plain.keys() == packed.keys() and "step k5v4u graph 16x32768" in plain
     for case in (*plain.values(), *packed.values()):
         row = {"part": case.part, "kind": case.kind, "mode": case.mode, "batch": case.batch}
         row["context"] = case.context

@@ -56,7 +56,7 @@ def models_table() -> str:
         "k5v4u ": ("k5v4u", "graph"),
         "k4v4": ("k4v4", "graph"),
     }
-    found = generated("decode")
+    found = generated("step")
     lines = []
     for shape in ((1, 1024), (1, 8192), (1, 32768), (16, 32768), (1, 131072), (8, 131072)):
         times = (milliseconds(found[shape].get(column), "tpot_ms") for column in columns.values())
@@ -67,7 +67,7 @@ def models_table() -> str:
 def eager_table() -> str:
     """A whole model without graphs: milliseconds per token."""
     lines = []
-    for shape, some in generated("decode").items():
+    for shape, some in generated("step").items():
         if ("k5v4u", "eager") in some:
             times = [milliseconds(some.get(column), "tpot_ms") for column in EAGER.values()]
             dynamic = some.get(("dynamic", "eager"))
@@ -80,7 +80,7 @@ def eager_table() -> str:
 def generation_table() -> str:
     """A whole model in a CUDA graph: milliseconds per token, and how many sequences fit."""
     lines = []
-    for shape, some in generated("decode").items():
+    for shape, some in generated("step").items():
         if ("k5v4u", "graph") in some:
             times = [milliseconds(some.get(column), "tpot_ms") for column in GRAPH.values()]
             way = some.get(("unmasked", "graph"), {}).get("way", "")
@@ -114,4 +114,4 @@ GENERATED = 16, 32768
 
 def token_row(kind: str, mode: str) -> Row:
     """A whole model's decode step at GENERATED."""
-    return generated("decode")[GENERATED][kind, mode]
+    return generated("step")[GENERATED][kind, mode]

@@ -87,7 +87,7 @@ def packed_model_speed() -> str:
     }
     lines = []
     points = dict.fromkeys(key[:4] for key in found)
-    steps = [point for point in points if point[0] == "decode"]
+    steps = [point for point in points if point[0] == "step"]
     steps.sort(key=lambda point: (point[3], point[2], list(MODES).index(point[1])))
     for part, mode, batch, context in [*steps, *(p for p in points if p[0] == "prompt")]:
         kinds = ("dynamic" if mode == "eager" else "unmasked", "k5v4u")
