@@ -315,7 +315,6 @@ ELSEWHERE = {
     "a30dd936778f",  # eviction_*
     "1fec00562fb4",  # quality_*, as the next one
     "1aea22b04a08",
-    "e32c4d1e64d5-dirty",  # clients of SGLang
 }
 """What rows name as their commit and this history does not have; no other row may."""
 
