@@ -86,6 +86,7 @@ def test_lists_have_one_syntax(text, found):
     [
         (["--model", "/nonexistent"], "/nonexistent is no folder of a transformers model"),
         (["--text", "/nonexistent"], "there is no text /nonexistent"),
+        (["--strategies", "--steps", "--device", "cpu"], "--steps needs a CUDA device"),
     ],
 )
 def test_what_is_not_there_is_told_before_a_download(monkeypatch, tmp_path, capsys, argv, says):

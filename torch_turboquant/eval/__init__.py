@@ -33,6 +33,7 @@ from torch_turboquant._extras import (
 )
 from torch_turboquant.config import PRESETS
 from torch_turboquant.eval.options import (
+    actual_device,
     add_cache_dir_argument,
     add_device_argument,
     default_cache_dir,
@@ -393,9 +394,9 @@ def run(args: argparse.Namespace) -> int:
         choose_strategies(args)
     try:
         done = report.read_json(args.json)
-        loaded = load(args, args.device)
-        if args.steps and loaded[0].device.type != "cuda":
+        if args.steps and not actual_device(args.device).startswith("cuda"):
             raise ValueError("--steps needs a CUDA device: leave it out")
+        loaded = load(args, args.device)
         memory = None if args.gpu is None else memory_for_caches(loaded[0], args.gpu)
         origin = row_origin("quality", str(loaded[0].device))
 
