@@ -170,8 +170,8 @@ def paged_attention(
         lse: float32 [tokens, q_heads], the natural logarithm of the softmax denominator; without
             any key it is the sink logit, or -inf.
         Rows of tokens past the last sequence are 0 and -inf.
-        On the CPU queries and weights are rounded to 16-bit integers, see docs/ops.md; the result
-        of a sequence depends neither on the rest of the batch nor on the number of threads.
+        On the CPU queries and weights are rounded to 16-bit integers (docs/ops.md#attention); the
+        result of a sequence depends neither on the rest of the batch nor on the number of threads.
 
     Raises:
         TypeError: another dtype.

@@ -77,7 +77,7 @@ def cache_store(
             the token. Two tokens of a call must not have the same slot.
         config, tables: of the cache.
         tail: written at the positions that it keeps, so its ring shares no memory with another
-            tensor; needs seq_lens. Two sequences of a call must not share a row.
+            tensor; needs seq_lens. Two sequences of a call must not share an entry.
         seq_lens: int32 [seqs], with the new tokens; 0 for padding.
         cu_seqlens_q: int32 [seqs + 1]; absent: one new token per sequence.
 

@@ -85,7 +85,7 @@ def mla_store(
             the token. Two tokens of a call must not have the same slot.
         config, tables: of the cache.
         tail: written at the positions that it keeps, so its ring shares no memory with another
-            tensor; needs seq_lens. Two sequences of a call must not share a row.
+            tensor; needs seq_lens. Two sequences of a call must not share an entry.
         seq_lens: int32 [seqs], with the new tokens; 0 for padding.
         cu_seqlens_q: int32 [seqs + 1]; absent: one new token per sequence.
         rotated: whether the tail gets the latents rotated (rotate_latent), for attention with
@@ -236,8 +236,8 @@ def mla_attention(
         lse: float32 [tokens, q_heads], the natural logarithm of the softmax denominator; -inf
             without any token.
         Rows of tokens past the last sequence are 0 and -inf.
-        On the CPU queries and weights are rounded to 16-bit integers, see docs/ops.md; the result
-        of a sequence depends neither on the rest of the batch nor on the number of threads.
+        On the CPU queries and weights are rounded to 16-bit integers (docs/ops.md#attention); the
+        result of a sequence depends neither on the rest of the batch nor on the number of threads.
 
     Raises:
         TypeError: another dtype.

@@ -61,7 +61,7 @@ def qjl_score(q: Tensor, sign_bits: Tensor, norm: Tensor, projection: Tensor) ->
 
     Returns:
         float32 [..., queries, keys]. On the CPU the projected query is rounded to 16-bit integers
-        (docs/ops.md), which adds an error of about 1e-5 |q| norm.
+        (docs/ops.md#score), which adds an error of about 1e-5 |q| norm.
 
     Raises:
         TypeError: another dtype.

@@ -47,8 +47,8 @@ def score(
 
     Returns:
         float32 [..., queries, keys]: <q, decoded key> + <q, center> + the sketch's estimate. On the
-        CPU the rotated query is rounded to 16-bit integers (docs/ops.md), which adds an error of
-        about 1e-5 |q| |key|.
+        CPU the rotated query is rounded to 16-bit integers (docs/ops.md#score), which adds an error
+        of about 1e-5 |q| |key|.
 
     Raises:
         TypeError: another dtype.
