@@ -55,14 +55,14 @@ def turn(llm: Any, conversation: Any, tokens: int) -> tuple[Any, int]:
 
 def main(arguments: list[str] | None = None, **options: Any) -> list[int]:
     """options: further ones of sglang.Engine. Returns the cached tokens of every turn."""
-    import sglang
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder or name; default: random weights")
     parser.add_argument("--prompt", default="The three largest rivers of Europe are")
     parser.add_argument("--preset", default="k5v4u")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     chosen = parser.parse_args(arguments)
+    import sglang
+
     with tempfile.TemporaryDirectory() as folder:
         model, conversation = chosen.model, chosen.prompt
         if model is None:
