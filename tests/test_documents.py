@@ -573,7 +573,7 @@ class Words:
 def test_the_documented_prefix_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "transformers.md").read_text()
-    copies, files = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[2:4]
+    copies, files = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[3:5]
     from torch_turboquant.integrations.transformers import TurboQuantCache
 
     names = {"model": tiny_llama(), "tokenizer": Words(), "TurboQuantCache": TurboQuantCache}
