@@ -77,8 +77,9 @@ def overview() -> str:
         f"KL of {untailed['kl']:.4f} ([more](docs/quality.md)).",
         f"{link('h200_attention', 'Speed')}: attention of a decode step, {name_of(LARGE)} tokens, "
         f"center and exact tail included, against the fastest of {in_words(len(timed(any_row)))} "
-        "bf16 kernels and the faster of FlashInfer's and FlashAttention 3's fp8 "
-        "([more](docs/performance.md)). Empty cells were not measured.",
+        "bf16 kernels, and the faster fp8 of FlashInfer and FlashAttention 3, which was timed in "
+        f"{link('h200_vllm_kernels', 'another run')} ([more](docs/performance.md)). Empty cells "
+        "were not measured.",
     ]
     notes = "\n".join(paragraph(f"- {item}") for item in items)
     return f"{markdown(header.split(','), lines)}\n\n{notes}"
