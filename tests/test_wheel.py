@@ -358,10 +358,8 @@ def test_info_as_text():
     assert "libturboquant_cpu.so" in facts["cpu library"]
     assert facts["cpu level"].strip() == torch_turboquant.build_info()["cpu_levels"][0]
     assert facts["cpu levels"].split() == torch_turboquant.build_info()["cpu_levels"]
-    assert (
-        facts["cuda devices"].strip() == ", ".join(torch_turboquant.build_info()["devices"]["cuda"])
-        or "none"
-    )
+    devices = torch_turboquant.build_info()["devices"]["cuda"]
+    assert facts["cuda devices"].strip() == (", ".join(devices) or "none")
 
 
 def test_the_script_is_the_command():
