@@ -190,6 +190,26 @@ def at_the_end_of_memory(x: Tensor) -> Tensor:
     return copy
 
 
+class PeakOfMemory:
+    """What the process takes at most from here on, beyond what it has now."""
+
+    def __init__(self) -> None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        except OSError:
+            pytest.skip("needs a kernel that resets the peak of memory")
+        self.before = self.bytes_of("VmRSS")
+
+    def grown(self) -> int:
+        """In bytes."""
+        return self.bytes_of("VmHWM") - self.before
+
+    @staticmethod
+    def bytes_of(name: str) -> int:
+        found = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        return 1024 * int(found[1])
+
+
 def assert_same_bytes(actual: Tensor, expected: Tensor) -> None:
     """Equal dtype, shape and bytes: NaN payloads and signs of zero included."""
     actual, expected = actual.cpu().contiguous(), expected.cpu().contiguous()

@@ -1,19 +1,19 @@
 """Shapes of calls of attention: padding, layouts, given outputs, chunks, bad indices, graphs."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
 import torch_turboquant as tt
 from tests.attention_cases import EPS, bounds, build, check, int32, run
-from tests.helpers import FLOATS, assert_same_bytes, entries_apart, garbage_cache, randn, to_device
-
-
-def memory_of_process(name):
-    """In bytes: VmRSS is what the process has now, VmHWM the most that it has had."""
-    return 1024 * int(re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
+from tests.helpers import (
+    FLOATS,
+    PeakOfMemory,
+    assert_same_bytes,
+    entries_apart,
+    garbage_cache,
+    randn,
+    to_device,
+)
 
 
 def test_padding_and_empty_sequences(device):
@@ -169,14 +169,9 @@ def test_a_long_call_takes_bounded_memory():
         numbers = {"cu_seqlens_q": cu, "max_q_len": end - begin, "sliding_window": 64}
         return tt.paged_attention(q[begin:end], cache, table, int32(end), config, tables, **numbers)
 
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    except OSError:
-        pytest.skip("needs a kernel that resets the peak of memory")
-    before = memory_of_process("VmRSS")
+    peak = PeakOfMemory()
     whole = attend(0, tokens)
-    grown = memory_of_process("VmHWM") - before
-    assert grown < whole[0].nbytes + 100 * 2**20
+    assert peak.grown() < whole[0].nbytes + 100 * 2**20
     parts = zip(attend(0, half), attend(half, tokens), strict=True)
     for one, both in zip(whole, parts, strict=True):
         assert_same_bytes(one, torch.cat(both))
