@@ -7,5 +7,5 @@ export PYTORCH_NO_CUDA_MEMORY_CACHING=1
 for tool; do
     compute-sanitizer --tool "$tool" --error-exitcode 1 --print-limit 20 --kernel-name kernel_substring=turboquant \
         "${PYTHON:-python3}" -P -m pytest -q -x -m cuda -p no:cacheprovider -k "tiny or any_address" \
-        $(grep -lE 'def test_(tiny|[a-z_]*any_address)|"tiny"\],$' tests/test_*.py) || exit 1
+        $(grep -rlE 'def test_(tiny|[a-z_]*any_address)|"tiny"\],$' --include='test_*.py' tests) || exit 1
 done

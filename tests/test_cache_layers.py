@@ -103,6 +103,15 @@ def test_layers_together_are_layers_one_by_one(name, dtype, tail, layout, device
             assert_same_bytes(one.cpu(), other)
 
 
+def test_tiny(device):
+    """For compute-sanitizer (tests/sanitize_cuda.sh)."""
+    for layout in ("bshd", "gaps"):
+        layers = Layers(layout=layout)
+        (expected, _), (found, _) = layers.one_by_one(), layers.together(device)
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bytes(one, other)
+
+
 def test_no_layers_are_stored_as_nothing():
     tt.cache_store_layers([], [], [], torch.arange(3), tt.preset("k4v4", 64), [])
 

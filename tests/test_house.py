@@ -373,6 +373,73 @@ def test_the_rooms_stand_on_every_floor():
         assert list((ROOT / "tests").glob(f"test_{room}*.py")), room
 
 
+# ---- Tests
+
+TINY = re.compile(r"test_(tiny|[a-z_]*any_address)")  # as in tests/sanitize_cuda.sh
+Modules = dict[str, ast.Module]  # path below tests -> tree
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Those that stand alone, and those of the package: tt.pack."""
+    found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return found | {
+        f"tt.{n.attr}"
+        for n in ast.walk(node)
+        if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("tt", "tq")
+    }
+
+
+def definitions(tree: ast.Module) -> dict[str, set[str]]:
+    """Functions, classes and constants of a module, with the names that they use."""
+    found: dict[str, set[str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = names_in(node)
+        elif isinstance(node, ast.Assign):
+            found |= {ast.unparse(target): names_in(node.value) for target in node.targets}
+    return found
+
+
+def names_of_tiny_tests(tests: Modules) -> set[str]:
+    """What they use, through functions of their module and of those without tests, too."""
+    shared: dict[str, set[str]] = {}
+    for path, tree in tests.items():
+        if not PurePosixPath(path).name.startswith("test_"):
+            shared |= definitions(tree)
+    used: set[str] = set()
+    for path, tree in tests.items():
+        if not PurePosixPath(path).name.startswith("test_"):
+            continue
+        own = definitions(tree)
+        known = shared | own
+        seen: set[str] = set()
+        todo = [name for name in own if TINY.match(name)]
+        while todo:
+            new = known.get(todo.pop(), set()) - seen
+            seen |= new
+            todo += new
+        used |= seen
+    return used
+
+
+def test_every_op_is_in_a_tiny_test():
+    """So that compute-sanitizer sees its kernels. `_out` has the kernels of the op without it."""
+    tests = {
+        path.relative_to(ROOT / "tests").as_posix(): ast.parse(path.read_text())
+        for path in (ROOT / "tests").rglob("*.py")
+    }
+    ops = {f"tt.{op.removesuffix('_out')}" for op in chain(*rooms(SOURCES["ops.cpp"]).values())}
+    assert len(ops) > 20
+    assert not ops - names_of_tiny_tests(tests)
+    modules = {
+        "test_a.py": "def check(): tt.pack()\ndef test_tiny(): check()\ndef test(): tt.score()",
+        "common.py": "CASES = [tt.encode]",
+        "b/test_b.py": "def test_keys_at_any_address():\n    CASES[0](other.unpack)",
+    }
+    found = names_of_tiny_tests({path: ast.parse(text) for path, text in modules.items()})
+    assert found == {"tt", "check", "tt.pack", "CASES", "tt.encode", "other"}
+
+
 # ---- The package
 
 

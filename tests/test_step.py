@@ -68,6 +68,16 @@ def test_the_same_bytes_as_two_calls(preset, lengths, tail, device):
         assert_same_bytes(together[part], apart[part])
 
 
+@pytest.mark.parametrize("lengths", ["drafts", "empty sequences", "a chunk of a prompt"])
+def test_tiny_steps(lengths, device):
+    """For compute-sanitizer (tests/sanitize_cuda.sh)."""
+    config = tt.preset("k5v4u", 128, page_size=16, sink_tokens=1, recent_window=8)
+    options = {"dtype": torch.bfloat16, "center": True, "tail": True, "store_new": False}
+    apart, together = both_ways(build(config, *CASES[lengths], **options), device)
+    for part in PARTS:
+        assert_same_bytes(together[part], apart[part])
+
+
 @pytest.mark.parametrize(("d", "dtype"), [(128, "float16"), (96, "bfloat16"), (320, "float32")])
 def test_other_kernels_store_before_they_attend(d, dtype, device):
     config = tt.preset("k4v4", d, page_size=16)
