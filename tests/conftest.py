@@ -64,6 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """The same random inputs in whatever order tests run, and in whichever process."""
+    torch.manual_seed(0)
+
+
 # docs/ops.md: devices with less than 98 KiB of shared memory for a block have these limits.
 NEEDS_MORE_MEMORY = re.compile(
     r"paged_(?:attention|mass) of head_dim (?:25[7-9]|2[6-9]\d|[3-9]\d\d|\d{4})"

@@ -12,9 +12,10 @@ from itertools import chain
 from pathlib import PurePosixPath
 
 import pytest
+import torch
 
 import torch_turboquant as tq
-from tests.helpers import ROOT
+from tests.helpers import ROOT, generator
 
 Sources = dict[str, str]  # path below csrc -> text
 Rule = Callable[[Sources], list[str]]
@@ -420,6 +421,10 @@ def names_of_tiny_tests(tests: Modules) -> set[str]:
             todo += new
         used |= seen
     return used
+
+
+def test_every_test_begins_with_the_same_seed():
+    assert torch.equal(torch.rand(9), torch.rand(9, generator=generator(0)))
 
 
 def test_every_op_is_in_a_tiny_test():
