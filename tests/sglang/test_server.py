@@ -68,7 +68,7 @@ def test_streams(server):
 
 
 def test_clients_that_leave(server):
-    """Their pages are others' afterwards, and no request is left."""
+    """Their pages are others' afterwards."""
     prompts = [prompt(n, seed=200 + n) for n in (20, 70)]
     right = [settled(server, p) for p in prompts]
     for _ in range(2):

@@ -23,7 +23,6 @@ from tests.vllm.harness import (
     MEMORY,
     ON_GPU,
     engine,
-    outputs,
     pages_of,
     prompt,
     save_deepseek,
@@ -172,8 +171,8 @@ def tensors(steps, heads=4, dims=(128, 32)):
 
 def assert_right(found, right):
     """The CPU kernel rounds to 16 bits: an output is off by 10^-4 of its length (docs/ops.md)."""
-    error = (found.double() - right).norm(dim=-1) / right.norm(dim=-1)
-    assert error.max() < 5e-4
+    error = ((found.double() - right).norm(dim=-1) / right.norm(dim=-1)).max().item()
+    assert error < 5e-4, f"off by {error:.1g} of its length"
 
 
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
@@ -213,8 +212,9 @@ def test_the_first_token_from_its_codes(started):
     found, right = layer.run(steps, *tensors(steps))
     assert_right(found, right)
     layer.first_token = True  # the reference can tell
-    with pytest.raises(AssertionError):
-        assert_right(found, torch.cat([layer.run(steps, *tensors(steps))[1]]))
+    _, exact = layer.run(steps, *tensors(steps))
+    with pytest.raises(AssertionError, match="of its length"):
+        assert_right(found, exact)
 
 
 def test_memory_that_moves_is_bound_again(started):
@@ -314,10 +314,11 @@ def test_short_chunks_stay_with_the_pages(started):
     def flash(**arguments):
         raise AssertionError("not for these")
 
-    layer = with_flash(Layer(started({})), flash)
     steps = [(1024, 127), (9, 1)]
-    m = layer.metadata(steps)
-    layer.forward(m, *(x[:128] for x in (tensors(steps)[0], torch.cat(tensors(steps)[1]))))
+    layer, (q, rows) = Layer(started({})), tensors(steps)
+    _, right = layer.run(steps, q, rows)
+    new_rows = torch.cat([rows[s][total - new :] for s, (total, new) in enumerate(steps)])
+    assert_right(with_flash(layer, flash).forward(layer.metadata(steps), q, new_rows), right)
 
 
 @pytest.mark.parametrize("lse", [True, False])
@@ -372,8 +373,10 @@ def logprobs(llm, count=12):
 def assert_same(found, right, near=NEAR):
     for answer, expected in zip(found, right, strict=True):
         for (token, mine), (other, theirs) in zip(answer, expected, strict=True):
-            assert abs(mine[token] - theirs.get(token, -torch.inf)) < near
-            assert abs(theirs[other] - mine.get(other, -torch.inf)) < near
+            for likeliest in (token, other):
+                pair = [of.get(likeliest, -torch.inf) for of in (mine, theirs)]
+                apart = abs(pair[0] - pair[1])
+                assert apart < near, f"token {likeliest} is {apart:.2g} nats off"
             if token != other:
                 break  # as likely; what follows has another past
 
@@ -401,19 +404,23 @@ def test_answers_are_those_of_vllms_own_cache(folder, plain, exact_steps):
         "first tokens; 3.40 times the tokens of float32 fit. Centers: scales of channels from the "
         "norm of latents; seed 0; format 1"
     ]
-    with started_engine(folder, {"preset": "k5u"}) as llm, pytest.raises(AssertionError):
-        assert_same(logprobs(llm), plain)
+    with started_engine(folder, {"preset": "k5u"}) as llm:
+        coarse = logprobs(llm)
+    with pytest.raises(AssertionError, match="nats off"):
+        assert_same(coarse, plain)
 
 
-def test_pages_and_layers_with_presets_of_their_own(folder):
+def test_pages_and_layers_with_presets_of_their_own(folder, request):
     """Every layer takes its own bytes and no padding. vLLM's blocks on a CPU have 16 tokens."""
     settings = {"preset": "k8v8", "layers": {"0": "k4"}, "first_token": "codes"}
     with started_engine(folder, settings) as llm:
         pages = pages_of(llm)
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
         assert {layer.kv_cache.shape[1] for layer in layers.values()} == {64}
-        assert len(outputs(llm, PROMPTS, 2)) == len(PROMPTS)
+        found = logprobs(llm)
     assert MEMORY // (64 * (642 + 386)) - pages in (0, 1)
+    if not ON_GPU:  # vLLM's own backends round in other places there
+        assert_same(found, request.getfixturevalue("plain"), near=1)  # 4 bits change 0.6
 
 
 @pytest.mark.skipif(ON_GPU, reason="vLLM has other backends there")
