@@ -12,10 +12,10 @@ WINDOW = {"sliding_window": 24}
 WIDE = {"head_dim": 32}  # not hidden_size / heads
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
 LOCAL_EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-MINOR = int(transformers.__version__.split(".")[1])
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 # layers of hybrid models, whose names have changed
 ONE_OF_THREE = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-BLOCKS = ["linear_attention", "full_attention"] if MINOR >= 17 else ["mamba", "attention"]
+BLOCKS = ["linear_attention", "full_attention"] if VERSION >= (5, 17) else ["mamba", "attention"]
 CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16,
          "mamba_chunk_size": 16}  # fmt: skip
@@ -137,7 +137,7 @@ def make_family_config(family, options):
 
 
 def make_family(family, options):
-    if MINOR < SINCE.get(family, 0):
+    if VERSION < (5, SINCE.get(family, 0)):
         pytest.skip("not supported with this version")
     config = make_family_config(family, options)
     torch.manual_seed(0)

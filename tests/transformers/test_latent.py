@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from tests.helpers import ROOT
-from tests.transformers.families import MINOR
+from tests.transformers.families import VERSION
 from tests.transformers.harness import feed, generate, make_ids, padded
 from tests.transformers.latents import (
     LATENT,
@@ -34,7 +34,9 @@ from torch_turboquant import CacheConfig, LatentConfig, scaled_center
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.memory import LatentLayer, attention_layers, packed_memory
 
-pytestmark = pytest.mark.skipif(MINOR < 15, reason="caches get latents from transformers 5.15 on")
+pytestmark = pytest.mark.skipif(
+    VERSION < (5, 15), reason="caches get latents from transformers 5.15 on"
+)
 
 TAIL = {"sink_tokens": 3, "recent_window": 9}
 SMALL = {"page_size": 32, "max_q_len": 7, **TAIL}
@@ -592,7 +594,7 @@ def test_cuda_graphs(kind, preset):
 def test_half_precision_on_a_gpu():
     for dtype, tolerance in ((torch.float16, 4e-3), (torch.bfloat16, 3e-2)):
         model, ids = make_latent_model(dtype=dtype).cuda(), make_ids(111, 2).cuda()
-        with latents_recorded(model, "k5u", max_batch_size=2, **SMALL) as (cache, recorder):
+        with latents_recorded(model, "k3", max_batch_size=2, **SMALL) as (cache, recorder):
             feed(model, cache, ids, *SIZES)
             recorder.to_cpu()
-            check_latents(recorder, cache, prompt=80, tolerance=tolerance, coarse=0)
+            check_latents(recorder, cache, prompt=80, tolerance=tolerance, coarse=2)

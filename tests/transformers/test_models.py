@@ -16,10 +16,10 @@ from tests.transformers.families import (
     FAMILIES,
     INTERFACE,
     MAMBA,
-    MINOR,
     REFUSED,
     REFUSED_WHILE_RUNNING,
     SINCE,
+    VERSION,
     make_family_config,
 )
 from torch_turboquant.integrations.transformers.models import (
@@ -52,7 +52,7 @@ ASKS = {
 
 
 def meta_model(family, options):
-    if MINOR < SINCE.get(family, 0):
+    if VERSION < (5, SINCE.get(family, 0)):
         pytest.skip("not supported with this version")
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(make_family_config(family, options))
@@ -69,7 +69,7 @@ def test_planner_and_cache_agree_about_every_layer(family):
     """Kinds, heads, dimensions and windows: of the model, and of the file that its class writes."""
     model = meta_model(family, KNOWN[family])
     config = text_config(model.config)
-    if family == "diffllama" and MINOR < 13:  # whose attention had no interface: refused at once
+    if family == "diffllama" and VERSION < (5, 13):  # its attention had no interface: refused
         with pytest.raises(ValueError, match=INTERFACE):
             model_layers(model)
         return

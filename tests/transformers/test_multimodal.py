@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from tests.helpers import ROOT
-from tests.transformers.families import MINOR
+from tests.transformers.families import VERSION
 from tests.transformers.harness import generate
 from tests.transformers.multimodal import (
     FIRST,
@@ -105,7 +105,8 @@ def test_padded_batches(family, form):
 
 
 has_turns = pytest.mark.skipif(
-    MINOR == 16, reason="5.16 makes a mask of another size in the second turn, with any cache"
+    VERSION == (5, 16),
+    reason="5.16 makes a mask of another size in the second turn, with any cache",
 )
 
 
@@ -145,7 +146,7 @@ def test_a_picture_in_the_first_turn_only(form):
     later[:, -10:-6] = ITEM
     types = (later == ITEM).long()
     more = {"token_type_ids": types, "pixel_values": inputs["pixel_values"]}
-    if MINOR > 20:
+    if VERSION > (5, 20):
         with pytest.raises(ValueError, match="first forward only"):
             generate(model, later, cache, 5, **more)
         assert cache.get_seq_length() == past

@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from tests.transformers.families import VERSION
 from tests.transformers.harness import (
     COMMON,
     VOCAB,
@@ -298,7 +299,7 @@ def test_cache_implementation():
 
 def test_fp8_says_what_to_use():
     models = [make_model()]
-    if int(transformers.__version__.split(".")[1]) >= 15:
+    if VERSION >= (5, 15):
         models.append(make_latent_model())
     for model in models:
         with pytest.raises(ValueError, match=r"no preset 'fp8', because .*: use 'k8v8'"):

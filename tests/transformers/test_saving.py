@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.transformers import harness
-from tests.transformers.families import SUPPORTED, make_family
+from tests.transformers.families import SUPPORTED, VERSION, make_family
 from tests.transformers.harness import (
     FORMS,
     calibrated,
@@ -29,8 +29,9 @@ from tests.transformers.harness import (
 from tests.transformers.latents import make_latent_model
 from torch_turboquant.integrations.transformers import TurboQuantCache, saving
 
-MINOR = int(transformers.__version__.split(".")[1])
-of_latents = pytest.mark.skipif(MINOR < 15, reason="caches get latents from transformers 5.15 on")
+of_latents = pytest.mark.skipif(
+    VERSION < (5, 15), reason="caches get latents from transformers 5.15 on"
+)
 SAVED_FORMS = {
     **FORMS,
     "no center": {"center": "none"},

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.transformers.families import MINOR
+from tests.transformers.families import VERSION
 from tests.transformers.test_weight_experts import make as make_mixture
 from tests.transformers.weights import make
 from torch_turboquant.integrations.transformers import TurboQuantConfig
@@ -25,7 +25,7 @@ SHAPE = {
 }
 
 
-@pytest.mark.skipif(MINOR < 23, reason="transformers cuts layers in other ways before 5.23")
+@pytest.mark.skipif(VERSION < (5, 23), reason="transformers cuts layers in other ways before 5.23")
 def test_two_processes(tmp_path):
     """One run for all, since it takes long to start."""
     make("qwen2", dtype=torch.float32, **SHAPE).save_pretrained(tmp_path / "model")
