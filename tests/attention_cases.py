@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torch_turboquant as tt
-from tests.helpers import FLOATS, assert_same_bytes, garbage_cache, paged, randn, scales, to_device
+from tests.helpers import (
+    FLOATS,
+    assert_same_bytes,
+    garbage_cache,
+    int32,
+    paged,
+    randn,
+    scales,
+    to_device,
+)
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.ops.attention import paged_attention_reference
 from torch_turboquant.ops.codec import Channels
@@ -45,10 +54,6 @@ class Case(NamedTuple):
         kwargs = {"cu_seqlens_q": self.cu, "max_q_len": self.max_q_len, "tail": self.tail}
         args = (self.q, self.cache, self.block_table, self.seq_lens, self.config, self.tables)
         return args, {**kwargs, **options}
-
-
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def starts(q_lens):

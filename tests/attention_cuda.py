@@ -419,7 +419,7 @@ def scratch_bytes(case: Case, **options) -> int:
 DECODES, DRAFTS, CHUNK = ([300, 1000, 17], [1, 1, 1]), ([500, 4], [4, 4]), ([700], [200])
 EMPTY = ([0, 90, 0], [0, 0, 0])
 MIXTURES = {
-    "decodes and a chunk": (DECODES, DECODES, CHUNK),
+    "decode steps and a chunk": (DECODES, DECODES, CHUNK),
     "a chunk first": (CHUNK, DECODES),
     "drafts and a chunk": (DRAFTS, DRAFTS, CHUNK),
     "an empty one first": (EMPTY, CHUNK, DECODES),

@@ -9,10 +9,6 @@ from torch_turboquant.ops.cache import cache_store_reference
 HEADS = 2
 
 
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
 def random_kv(tokens, d, seed=0, dtype=torch.float32, heads=HEADS):
     """Keys with large constant channels, values without."""
     k = randn(tokens, heads, d, seed=seed) + 20 * (torch.arange(d) % 17 == 3)

@@ -44,11 +44,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def load_script(path: str) -> ModuleType:
-    """A program of this project that is not installed, as a module; `path` is from its root."""
+    """A program of this project that is not installed, as a module; `path` is from its root.
+
+    It stays in sys.modules with those of its folder that it imports, which another folder's program
+    would find there.
+    """
+    folder = (ROOT / path).parent
+    for beside in folder.glob("*.py"):
+        found = getattr(sys.modules.get(beside.stem), "__file__", None)
+        assert found is None or Path(found).parent == folder, f"{beside} is hidden by {found}"
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look there
-    sys.path.insert(0, str((ROOT / path).parent))  # as if it had been started
+    sys.path.insert(0, str(folder))  # as if it had been started
     try:
         spec.loader.exec_module(module)
     finally:
@@ -259,6 +267,17 @@ def sketch_score_rounding(q: Tensor, norm: Tensor, projection: Tensor) -> Tensor
 def scales(*shape: int, seed: int) -> Tensor:
     """Scales of channels: powers of two of exponents between -1 and 1."""
     return 2 ** torch.empty(shape).uniform_(-1, 1, generator=generator(seed))
+
+
+def int32(*numbers: int, device: torch.device | str = "cpu") -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def multiprocessors() -> int:
+    """Of the GPU, but at least an H200's: how many vectors keep all of them busy."""
+    if not torch.cuda.is_available():
+        return 132
+    return max(132, torch.cuda.get_device_properties(0).multi_processor_count)
 
 
 def signs_of(d: int, seed: int = 0) -> Tensor:

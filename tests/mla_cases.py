@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torch_turboquant as tt
-from tests.helpers import paged, randn, scales
+from tests.helpers import int32, paged, randn, scales
 
 CENTERS = (None, "center", "scales")
 
@@ -22,10 +22,6 @@ def center_of(kind: str | None, d: int) -> Tensor | None:
         return center
     scale = scales(d, seed=6)
     return tt.scaled_center(center, scale)
-
-
-def int32(*numbers: int, device: torch.device | str = "cpu") -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 class Case(NamedTuple):

@@ -16,7 +16,6 @@ from tests.attention_cases import (
     bounds,
     build,
     check,
-    int32,
     run,
     starts,
 )
@@ -25,6 +24,7 @@ from tests.helpers import (
     HEAD_DIMS,
     assert_same_bytes,
     garbage_cache,
+    int32,
     paged,
     randn,
     to_device,

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.attention_cases import EPS, bounds, build, check, int32, run
+from tests.attention_cases import EPS, bounds, build, check, run
 from tests.helpers import (
     FLOATS,
     PeakOfMemory,
     assert_same_bytes,
     entries_apart,
     garbage_cache,
+    int32,
     randn,
     to_device,
 )

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torch_turboquant as tt
-from tests.attention_cases import EPS, HALF_UNIT, bounds, build, int32, run
-from tests.helpers import FLOATS, assert_same_bytes, randn
+from tests.attention_cases import EPS, HALF_UNIT, bounds, build, run
+from tests.helpers import FLOATS, assert_same_bytes, int32, randn
 from torch_turboquant.ops.attention import merge_attention_reference
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.attention_cases import build, check, int32, run
-from tests.helpers import FLOATS, assert_same_bytes, randn, to_device
+from tests.attention_cases import build, check, run
+from tests.helpers import FLOATS, assert_same_bytes, int32, randn, to_device
 
 
 def own_tokens(case, q_lens):

@@ -18,19 +18,9 @@ from tests.bad_arguments import calls
 from tests.bad_arguments.attention import PAGED_ATTENTION, new
 from tests.bad_arguments.cache import CACHE, NUM_PAGES, SLOTS, TABLE, TABLES, TAIL
 from tests.bad_arguments.calls import CASES, GOOD, ops, public, raw, tensors
-from tests.bad_arguments.common import (
-    LEVELS,
-    ONE_DEVICE,
-    SAME,
-    SIGNS,
-    SKIP,
-    STEPS,
-    D,
-    floats,
-    int32,
-)
+from tests.bad_arguments.common import LEVELS, ONE_DEVICE, SAME, SIGNS, SKIP, STEPS, D, floats
 from tests.bad_arguments.mla import LATENTS, MLA_LOAD
-from tests.helpers import assert_same_bytes
+from tests.helpers import assert_same_bytes, int32
 
 
 @pytest.mark.parametrize("call", [public, raw])

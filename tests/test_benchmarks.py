@@ -52,8 +52,10 @@ def test_a_dry_run_needs_no_git(monkeypatch):
 def test_host_times_on_a_cpu_say_what_they_hold(monkeypatch, capsys):
     arguments = ("--device", "cpu", "--runs", "2", "--each", "1")
     threads = torch.get_num_threads()
-    file, rows, written = run(monkeypatch, "bench_host.py", *arguments)
-    torch.set_num_threads(threads)
+    try:
+        file, rows, written = run(monkeypatch, "bench_host.py", *arguments)
+    finally:
+        torch.set_num_threads(threads)
     assert file == "host" and written
     modes = {"grad", "no_grad", "inference"}
     calls = {(row["call"], row["mode"]) for row in rows}

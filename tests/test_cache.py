@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torch_turboquant as tt
-from tests.cache_cases import HEADS, check_store, int32, random_kv
+from tests.cache_cases import HEADS, check_store, random_kv
 from tests.helpers import (
     FLOATS,
     HEAD_DIMS,
@@ -16,6 +16,7 @@ from tests.helpers import (
     garbage_cache,
     generator,
     hard_vectors,
+    int32,
     paged,
     randn,
     scales,

@@ -5,8 +5,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import torch_turboquant as tt
-from tests.cache_cases import HEADS, int32
-from tests.helpers import assert_same_bytes, garbage_cache, paged, randn, to_device
+from tests.cache_cases import HEADS
+from tests.helpers import assert_same_bytes, garbage_cache, int32, paged, randn, to_device
 
 
 class Layers:
@@ -207,7 +207,8 @@ def test_the_raw_op_checks_all_layers_first(place, change, text):
     with pytest.raises(RuntimeError) as caught:
         torch.ops.turboquant.cache_store_layers(*arguments)
     assert text in str(caught.value)
-    with pytest.raises(RuntimeError):  # in words of its own
+    named = text.split()[0]
+    with pytest.raises(RuntimeError, match=f"^{named} "):  # in words of its own
         torch.ops.turboquant.cache_store_layers(*fakes)
     for after, before in zip((*x.caches, *x.rings), held, strict=True):
         assert_same_bytes(after, before)

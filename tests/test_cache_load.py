@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.cache_cases import HEADS, check_store, int32, random_kv
-from tests.helpers import FLOATS, assert_same_bytes, paged, randn, scales, to_device
+from tests.cache_cases import HEADS, check_store, random_kv
+from tests.helpers import FLOATS, assert_same_bytes, int32, paged, randn, scales, to_device
 from torch_turboquant.ops.cache import cache_load_reference
 
 

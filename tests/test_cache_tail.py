@@ -6,8 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torch_turboquant as tt
-from tests.cache_cases import HEADS, int32, random_kv
-from tests.helpers import FLOATS, assert_same_bytes, garbage_cache, generator, randn, to_device
+from tests.cache_cases import HEADS, random_kv
+from tests.helpers import (
+    FLOATS,
+    assert_same_bytes,
+    garbage_cache,
+    generator,
+    int32,
+    randn,
+    to_device,
+)
 from torch_turboquant.ops.cache import cache_store_reference, tail_row_reference
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.helpers import assert_same_bytes, garbage_cache, paged, randn
+from tests.helpers import assert_same_bytes, garbage_cache, int32, paged, randn
 
 D = 48
 SIGNS = tt.random_signs(D, 0)
@@ -18,10 +18,6 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def _stored(seed=1):

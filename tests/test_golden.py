@@ -1,21 +1,14 @@
 """Pinned bytes: what make_golden.py once wrote into tests/data is what ops write and read."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.helpers import to_device
+from tests.helpers import load_script, to_device
 from torch_turboquant.ops.cache import cache_load_reference, cache_store_reference
 from torch_turboquant.ops.codec import decode_reference, encode_reference
 
-_spec = importlib.util.spec_from_file_location(
-    "make_golden", Path(__file__).with_name("make_golden.py")
-)
-make_golden = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(make_golden)
+make_golden = load_script("tests/make_golden.py")
 
 
 @pytest.mark.parametrize("case", make_golden.RECORDS, ids=lambda c: f"{c[0]}-{c[1]}-{c[2]}")

@@ -4,17 +4,13 @@ import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.helpers import assert_same_bytes, garbage_cache, paged, randn, to_device
+from tests.helpers import assert_same_bytes, garbage_cache, int32, paged, randn, to_device
 from torch_turboquant import _checks
 
 D, HEADS, Q_HEADS, PAGE, MAX_Q = 48, 2, 4, 16, 3
 CONFIG = tt.preset("k4v4", D, page_size=PAGE, sink_tokens=2, recent_window=3)
 TABLES = tt.make_tables(CONFIG, 1, center=randn(HEADS, D, seed=1))
 ENTRIES = 5
-
-
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 class World:

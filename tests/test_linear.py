@@ -3,8 +3,6 @@
 test_opcheck, test_bad_arguments, test_raw_calls, test_simd and test_parity have these ops, too.
 """
 
-import importlib.util
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor
 
 import torch_turboquant as tt
-from tests.helpers import FLOATS, assert_same_bytes, at_the_end_of_memory, randn
+from tests.helpers import FLOATS, assert_same_bytes, at_the_end_of_memory, load_script, randn
 from torch_turboquant.format import WeightBlock
 from torch_turboquant.ops.linear_reference import (
     linear_integers_reference,
@@ -25,11 +23,7 @@ from torch_turboquant.ops.linear_reference import (
     weight_unpack_reference,
 )
 
-_spec = importlib.util.spec_from_file_location(
-    "make_golden", Path(__file__).with_name("make_golden.py")
-)
-make_golden = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(make_golden)
+make_golden = load_script("tests/make_golden.py")
 
 FORMATS = (
     tt.WeightFormat(4, "lloyd", 32),

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torch_turboquant as tt
-from tests.attention_cases import RANDOM_CALLS, build, int32, starts
-from tests.helpers import FLOATS, assert_same_bytes, randn, to_device
+from tests.attention_cases import RANDOM_CALLS, build, starts
+from tests.helpers import FLOATS, assert_same_bytes, int32, randn, to_device
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.ops.mass import paged_mass_reference
 

@@ -12,12 +12,13 @@ from tests.helpers import (
     assert_same_bytes,
     entries_apart,
     hard_vectors,
+    int32,
     load_script,
     paged,
     randn,
     to_device,
 )
-from tests.mla_cases import CENTERS, assert_close, attend, center_of, int32, make_case, queries
+from tests.mla_cases import CENTERS, assert_close, attend, center_of, make_case, queries
 from torch_turboquant.format import LATENT_BITS, LATENT_DIMS, LATENT_PAGE_SIZES, ROPE_DIMS
 from torch_turboquant.ops.mla import (
     mla_attention_reference,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.helpers import FLOATS, assert_same_bytes, randn
-from tests.mla_cases import CENTERS, assert_close, attend, int32, make_case, queries
+from tests.helpers import FLOATS, assert_same_bytes, int32, randn
+from tests.mla_cases import CENTERS, assert_close, attend, make_case, queries
 from torch_turboquant import _library
 from torch_turboquant.format import LATENT_BITS, LATENT_DIMS
 from torch_turboquant.ops.mla import mla_attention_reference

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import torch_turboquant as tt
-from tests.helpers import assert_same_bytes, randn
-from tests.mla_cases import Case, center_of, int32, make_case, queries
+from tests.helpers import assert_same_bytes, int32, randn
+from tests.mla_cases import Case, center_of, make_case, queries
 
 # ---- torch.compile
 

@@ -3,16 +3,15 @@
 Of 16-bit queries, on devices that have products of warpgroups, key tiles take uniform grids of 4, 5
 and 8 bits of 256 or 512 channels, and row tiles take more than 16 rows over tables of levels and 3
 bits of 512 channels. Warp tiles take all other 16-bit queries, the general kernel the rest
-(csrc/choices/mla.h). tests/test_mla.py tests storing and loading on every
-device.
+(csrc/choices/mla.h). tests/test_mla.py tests storing and loading on every device.
 """
 
 import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.helpers import FLOATS, randn, to_device
-from tests.mla_cases import CENTERS, Case, assert_close, attend, int32, make_case, queries
+from tests.helpers import FLOATS, int32, randn, to_device
+from tests.mla_cases import CENTERS, Case, assert_close, attend, make_case, queries
 from torch_turboquant.choices import kernel_choice
 from torch_turboquant.ops.mla import mla_attention_reference
 from torch_turboquant.tail import Rings

@@ -5,15 +5,11 @@ import torch
 from torch.library import opcheck
 
 import torch_turboquant as tt
-from tests.helpers import garbage_cache, paged, randn
+from tests.helpers import garbage_cache, int32, paged, randn
 from torch_turboquant.signs import SignKind, random_signs
 
 ops = torch.ops.turboquant
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def hadamard_samples():

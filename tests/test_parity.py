@@ -24,6 +24,7 @@ from tests.helpers import (
     codebook_tensors,
     generator,
     hard_vectors,
+    multiprocessors,
     randn,
     signs_of,
     sketch_score_rounding,
@@ -401,7 +402,7 @@ def test_equal_magnitudes_cancel():
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_many_sketches(d, dtype):
     """Enough for the kernel that takes many, hard ones among them; rows of a wider tensor."""
-    n = 132 * 4 * 32 * 2 + 5
+    n = multiprocessors() * 4 * 32 * 2 + 5
     x = randn(n, d, seed=d) * torch.logspace(-20, 8, n)[:, None]
     x[::7, :2] = 100 * x[::7, 2:3]
     x[::14, 1] *= -1  # large ones cancel
@@ -423,7 +424,7 @@ def test_many_sketches(d, dtype):
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_many_vectors_transformed(d, dtype, inverse):
     """Enough for the kernel that takes many; rows of a wider tensor."""
-    n = 132 * 4 * 32 * 2 + 5
+    n = multiprocessors() * 4 * 32 * 2 + 5
     x = (randn(n, d, seed=d) * torch.logspace(-4, 3, n)[:, None]).to(dtype)
     signs = signs_of(d)
     wide = torch.stack([x, x.flip(0)], 1).cuda()
@@ -440,9 +441,8 @@ def views(x: Tensor) -> list[Tensor]:
     n, d = x.shape
     wide = x.new_zeros(n, 2, d + 3)
     wide[:, 1, 1 : d + 1] = x
-    turned = x.t().contiguous().t().unsqueeze(0)  # copied below, since its last stride is not 1
     flat = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(n, d)
-    return [wide[:, 1, 1 : d + 1], flat, turned.contiguous()[0], x[:1].expand(4, d)]
+    return [wide[:, 1, 1 : d + 1], flat, x[:1].expand(4, d)]
 
 
 @pytest.mark.parametrize("name", ["hadamard", "encode", "group_encode", "sketch", "dense sketch"])
@@ -638,7 +638,8 @@ def test_tiny_scores(bits, kind):
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_tiny_rows_of_many(d):
     """As many vectors as the kernels for many take."""
-    x, s = randn(132 * 4 * 32 + 5, d, seed=d, dtype=torch.bfloat16), projection("structured", d)
+    n = multiprocessors() * 4 * 32 + 5
+    x, s = randn(n, d, seed=d, dtype=torch.bfloat16), projection("structured", d)
     assert_same_bytes(tt.hadamard(x.cuda(), s.cuda()), tt.hadamard(x, s))
     for actual, expected in zip(
         tt.qjl_sketch(x.cuda(), s.cuda()), tt.qjl_sketch(x, s), strict=True

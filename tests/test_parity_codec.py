@@ -23,6 +23,7 @@ from tests.helpers import (
     garbage_cache,
     generator,
     hard_vectors,
+    multiprocessors,
     randn,
     signs_of,
     to_device,
@@ -36,8 +37,8 @@ HEADS = 2
 KEY_BOOKS = tuple((b, g) for b, g in CODEBOOKS if b > 1)
 VALUE_BOOKS = tuple((b, g) for b, g in KEY_BOOKS if b != 5)
 RECORD_DIMS = tuple(d for d in range(16, 1025, 16) if valid_vector_dim(d))
-# Vectors are 132 x 8 x 32 and more before a whole H200 is busy.
-MANY = 132 * 16 * 32
+# 8 x 32 vectors keep a multiprocessor busy.
+MANY = multiprocessors() * 16 * 32
 
 
 def mixed_vectors(n: int, d: int, signs: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
@@ -645,7 +646,7 @@ def test_nothing_to_do():
 # ---- small: for compute-sanitizer (tests/sanitize_cuda.sh)
 
 # Channels of the fewest vectors that the kernels for many take, tail ends apart.
-FEWEST = 132 * 16 * 16 * 64
+FEWEST = multiprocessors() * 16 * 16 * 64
 
 
 @pytest.mark.parametrize("bits, grid", CODEBOOKS)

@@ -83,7 +83,7 @@ def assert_launches(case: Case) -> None:
 def test_launches():
     """One kernel for a uniform batch, two where lengths decide, and the one that the choice says
     for everything that row tiles cannot take."""
-    mixed, uniform = batch(MIXTURES["decodes and a chunk"]), ([300, 90], [40, 40])
+    mixed, uniform = batch(MIXTURES["decode steps and a chunk"]), ([300, 90], [40, 40])
     for d in (64, 80, 128, 192, 256, 320):
         config = tt.preset("k4v4u", d)
         for lengths, q_lens in (mixed, uniform, ([300, 90], [1, 2]), ([300], [200])):

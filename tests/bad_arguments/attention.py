@@ -31,8 +31,8 @@ from tests.bad_arguments.common import (
     elsewhere,
     floats,
     gaps,
-    int32,
 )
+from tests.helpers import int32
 
 PAGED_ATTENTION = {
     "q": floats(3, 4, D),

@@ -18,9 +18,8 @@ from tests.bad_arguments.common import (
     floats,
     gaps,
     heads_apart,
-    int32,
 )
-from tests.helpers import paged
+from tests.helpers import int32, paged
 
 CONFIG = tt.preset("k4v4", D, page_size=16, sink_tokens=2, recent_window=3)
 TABLES = tt.make_tables(CONFIG, 0, center=floats(2, D))

@@ -21,10 +21,6 @@ class Bad(NamedTuple):
     raw: object = SAME
 
 
-def int32(*numbers):
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
 def floats(*shape):
     return randn(*shape, seed=sum(shape))
 

@@ -15,8 +15,8 @@ from tests.bad_arguments.common import (
     elsewhere,
     floats,
     gaps,
-    int32,
 )
+from tests.helpers import int32
 
 R, DR = 128, 32
 LATENTS = tt.latent_preset("k4", R, DR, page_size=32, sink_tokens=2, recent_window=3)
