@@ -138,8 +138,8 @@ def test_scores():
 
 @pytest.mark.parametrize("name", ["none", "k8v8:keep=0.5,evict=keydiff", "int8"])
 def test_answers_come_through_the_cache(name):
-    """The first forward has the context and the first question, and nothing of the second; each
-    answer is that of a conversation of its own."""
+    """The first forward has the context and the first question, and nothing of the second; without
+    a packed cache each answer is that of a conversation of its own."""
     model, asked = tiny_llama(max_position_embeddings=2048), made(samples=1)[:3]
     reads, forward = [], model.forward
 

@@ -93,7 +93,7 @@ def test_needles_are_found_where_they_are(monkeypatch):
 def test_secrets_differ():
     secrets = {needle.number(length, depth) for length in (512, 1024) for depth in needle.DEPTHS}
     assert len(secrets) == 10 and all(len(s) == 5 and s.isdigit() for s in secrets)
-    assert needle.number(512, 0.25) == needle.number(512, 0.25)
+    assert needle.number(512, 0.25) == "45190"  # the same in every process
 
 
 def test_the_tasks():

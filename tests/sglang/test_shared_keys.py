@@ -176,9 +176,8 @@ def test_prompts_that_flash_attention_takes(model, flash):
     full = LAYERS.count("full_attention")
     assert flash[: len(LAYERS)] == [(64, True)] * len(LAYERS)  # the first chunk, in all layers
     past = [tokens for tokens, causal in flash if not causal]
-    assert (
-        past == [64] * full + [52] * 2 * full
-    )  # of the second chunk, and of the third in two parts
+    # of the second chunk, and of the third in two parts
+    assert past == [64] * full + [52] * 2 * full
     for q, answer in zip((p, short), answers, strict=True):
         replay(reference, q, answer)
 

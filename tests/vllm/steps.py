@@ -13,13 +13,13 @@ from torch import Tensor
 
 # (tokens of a sequence with the new ones, new ones)
 STEPS = {
-    "few decode": [(32, 1), (40, 1)],
+    "few decode steps": [(32, 1), (40, 1)],
     "few prompts": [(32, 8), (40, 8)],
     "few mixed": [(32, 1), (40, 1), (48, 5), (56, 5)],
-    "decode": [(128, 1), (256, 1), (512, 1), (1024, 1)] * 2,
+    "decode steps": [(128, 1), (256, 1), (512, 1), (1024, 1)] * 2,
     "prompts": [(256, 16), (512, 16), (1024, 16)],
     "mixed": [(512, 1), (1024, 1), (512, 7), (1024, 7)],
-    "one decodes": [(1024, 1)],
+    "one decode step": [(1024, 1)],
     "one prompt": [(1024, 64)],
     "fresh prompts": [(33, 33), (7, 7), (100, 100)],
     "a hit beside a fresh prompt": [(300, 1), (200, 200), (160, 32)],
@@ -29,7 +29,7 @@ STEPS = {
 
 LONG_STEPS = {
     "a long chunk": [(1200, 600)],
-    "beside decodes": [(70, 1), (333, 1), (900, 520)],
+    "beside decode steps": [(70, 1), (333, 1), (900, 520)],
     "beside a fresh prompt and a short chunk": [(1000, 512), (40, 40), (300, 7)],
     "beside a prefix hit": [(9, 1), (700, 640), (1030, 520)],
     "one token is in the cache": [(601, 600)],

@@ -165,14 +165,14 @@ def test_head_dims_and_pages(started, d, page_size):
 
 
 @pytest.mark.parametrize("window", [1, 24, 200])
-@pytest.mark.parametrize("name", ["decode", "mixed", "a hit beside a fresh prompt"])
+@pytest.mark.parametrize("name", ["decode steps", "mixed", "a hit beside a fresh prompt"])
 def test_sliding_windows(started, name, window):
     layer = Layer(started({}), sliding_window=window)
     found, right = layer.run(STEPS[name], *tensors(STEPS[name], (8, 2)), sliding_window=window)
     assert_right(found, right)
 
 
-@pytest.mark.parametrize("name", ["decode", "mixed", "fresh prompts"])
+@pytest.mark.parametrize("name", ["decode steps", "mixed", "fresh prompts"])
 def test_soft_caps_and_sinks(started, name):
     """Sinks are weights: loaded again, they are read at the same address."""
     sinks = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16), requires_grad=False)
@@ -382,7 +382,7 @@ def chunks_of(steps, chunk):
 
 @pytest.mark.parametrize("by_flash", [False, True])
 @pytest.mark.parametrize(
-    "name", ["decode", "mixed", "fresh prompts", "a hit beside a fresh prompt"]
+    "name", ["decode steps", "mixed", "fresh prompts", "a hit beside a fresh prompt"]
 )
 def test_chunks_of_the_context(started, name, by_flash):
     """vLLM makes sequences of them, each with an exact first token of its own."""
