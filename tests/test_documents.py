@@ -347,19 +347,25 @@ def test_every_op_has_its_text(generate):
         assert f"\n{name}(" in text, name
 
 
-@pytest.mark.parametrize(
-    ("picture", "results"),
-    [
-        ("attention_h200", ["h200_attention"]),
-        ("cpu", ["cpu", "demo_cpu"]),
-        ("distortion", ["distortion"]),
-    ],
-)
-def test_the_picture_shows_the_present_results(generate, picture, results):
+SHOWN = {
+    "attention_h200": ["h200_attention"],
+    "cpu": ["cpu", "demo_cpu"],
+    "distortion": ["distortion"],
+    "strategies": ["strategies_smollm2_135m_instruct"],
+    "weights": ["weights_smollm2_135m_instruct"],
+}
+
+
+def test_pictures_show_the_present_results(generate):
+    """Those of benchmarks/results have the name of their rows."""
     image = pytest.importorskip("PIL.Image")
-    with image.open(ROOT / "docs" / "pictures" / f"{picture}.png") as drawn:
-        shown = " ".join(map(generate.results.digest, results))
-        assert drawn.info["Source"] == shown, "run make docs"
+    found = {*ROOT.glob("docs/**/*.png"), *ROOT.glob("benchmarks/results/*.png")}
+    assert found == {ROOT / path for path in generate.PICTURES}
+    for path in found:
+        results = [path.stem] if path.parent.name == "results" else SHOWN[path.stem]
+        with image.open(path) as drawn:
+            shown = " ".join(map(generate.results.digest, results))
+            assert drawn.info.get("Source") == shown, f"{path}: run make docs"
 
 
 def test_contenders_that_ran_are_on_the_page_of_attention(generate):

@@ -35,4 +35,5 @@ def quality_picture(path: Path) -> None:
     from torch_turboquant.eval import report  # needs the packages of an extra
 
     found = quality_rows(path.stem)
-    report.picture(path, [row for cache, row in found.items() if ":" not in cache])
+    shown = [row for cache, row in found.items() if ":" not in cache]
+    report.picture(path, shown, results.digest(path.stem))

@@ -38,4 +38,5 @@ def strategies_drawn(path: Path) -> None:
     """Divergence over bits, with and without eviction."""
     from torch_turboquant.eval import report  # needs the packages of an extra
 
-    report.strategies_picture(path, results.read_rows(STRATEGIES))
+    rows = results.read_rows(STRATEGIES)
+    report.strategies_picture(path, rows, results.digest(STRATEGIES))

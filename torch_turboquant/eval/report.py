@@ -296,8 +296,11 @@ def read_json(path: Path) -> list[Row]:
     return found
 
 
-def picture(path: Path, rows: Sequence[Row]) -> None:
-    """Draws KL divergence over bits per value, one point per cache (needs matplotlib)."""
+def picture(path: Path, rows: Sequence[Row], source: str | None = None) -> None:
+    """Draws KL divergence over bits per value, one point per cache (needs matplotlib).
+
+    source: what the file says of where the rows come from.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -323,13 +326,16 @@ def picture(path: Path, rows: Sequence[Row]) -> None:
     axes.legend()
     compressed = [r for r in rows if r["kind"] in ("packed", "control") and _known(r["kl"])]
     place_labels(axes, [(r["cache"], r["bits_per_value_8k"], r["kl"]) for r in compressed])
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, metadata={"Software": None, "Source": source})
     pyplot.close(figure)
 
 
-def strategies_picture(path: Path, rows: Sequence[Row]) -> None:
+def strategies_picture(path: Path, rows: Sequence[Row], source: str | None = None) -> None:
     """Draws KL divergence over the bits that a prompt takes: fewer bits for all tokens beside fewer
-    tokens, a line for each policy of eviction (needs matplotlib)."""
+    tokens, a line for each policy of eviction (needs matplotlib).
+
+    source: as of `picture`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -369,7 +375,7 @@ def strategies_picture(path: Path, rows: Sequence[Row]) -> None:
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=8)
     place_labels(axes, labels)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, metadata={"Software": None, "Source": source})
     pyplot.close(figure)
 
 
