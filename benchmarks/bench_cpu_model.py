@@ -6,10 +6,10 @@ own kernel (`_weight_int4pack_mm_for_cpu`, groups of 128). A row is one form of 
 length of the prompt: milliseconds to the first token, and of the following decode steps of one
 sequence (the median). All rows use the same threads, as many as torch takes.
 
-    python benchmarks/bench_cpu_model.py             into results/cpu_model.json
-    python benchmarks/bench_cpu_model.py --dry-run   printed only
-    python benchmarks/bench_cpu_model.py --only int4 forms of weights whose name it finds; rows of
-                                                     the others stay in the file
+    python benchmarks/bench_cpu_model.py              into results/cpu_model.json
+    python benchmarks/bench_cpu_model.py --dry-run    printed only
+    python benchmarks/bench_cpu_model.py --only int4  forms of weights whose name it finds; rows of
+                                                      the others stay in the file
 """
 
 from __future__ import annotations

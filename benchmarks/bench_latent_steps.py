@@ -10,8 +10,8 @@ Each reads its prompt, then takes steps, `eager` and, but for dynamic, `graph`: 
 compiled with CUDA graphs. `ms` is the median of a step's times, `short_ms` that of the same steps
 behind a prompt of 64 tokens, so that their difference is the context's part, `attention_ms`.
 
-    python benchmarks/bench_latent_steps.py                     into h200_latent_steps.json
-    python benchmarks/bench_latent_steps.py --tiny --device cpu tiny sizes: a try, printed only
+    python benchmarks/bench_latent_steps.py                      into h200_latent_steps.json
+    python benchmarks/bench_latent_steps.py --tiny --device cpu  tiny sizes: a try, printed only
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Soak: random work on a PagedKVPool for minutes, with its results checked.
 
-    python benchmarks/soak.py --minutes 10 [--device cuda]
+    python benchmarks/soak.py --minutes 10
+    python benchmarks/soak.py --minutes 10 --device cuda
 
 Sequences come, grow by single tokens, drafts and long pieces, are forked, cut, rolled back, copied
 out and in, and freed, in random order with random lengths. The pool is too small for all of them,

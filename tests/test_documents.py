@@ -1,9 +1,13 @@
 """Documents say what the code and the result files say, and lead to files that exist."""
 
+import argparse
 import ast
 import json
 import re
+import runpy
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -403,29 +407,83 @@ def test_links_lead_somewhere(path):
 # ---- commands
 
 
+COMMAND = r"torch_turboquant |python (?:benchmarks|docs|examples|wheels)/\w+\.py"
+
+
 def commands(text: str) -> list[list[str]]:
-    """Those of this package, in blocks of code and in sentences."""
+    """Those of this package and of its programs, in blocks of code and in sentences."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
-    spans = re.findall(r"`(torch_turboquant [^`]*)`", re.sub(r"\s+", " ", text))
-    found = [re.match(r"(?:\$ )?(torch_turboquant .*?)(?:  +#.*)?$", line) for line in lines]
-    return [line.split() for line in [*spans, *(match[1] for match in found if match)]]
+    spans = re.findall(rf"`((?:{COMMAND})[^`]*)`", re.sub(r"\s+", " ", text))
+    found = [re.match(rf"(?:\$ )?((?:{COMMAND}).*?)(?:  +#.*)?$", line) for line in lines]
+    return [shlex.split(line) for line in [*spans, *(match[1] for match in found if match)]]
+
+
+class Parsed(Exception):
+    """A program understands its arguments."""
+
+
+@pytest.fixture
+def only_parses(monkeypatch, tmp_path) -> None:
+    """Programs end when they have parsed their arguments, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    real = argparse.ArgumentParser.parse_args
+
+    def parse_args(self, *given, **more):
+        real(self, *given, **more)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+
+
+def check_command(monkeypatch, command: list[str]) -> None:
+    words = ["cpu" if word == "cuda" else word for word in command]  # whatever this machine has
+    for name in re.findall(r"\w+\.txt", " ".join(words)):
+        Path(name).touch()
+    if words[0] == "torch_turboquant":
+        pytest.importorskip("transformers")  # its extra, which eval needs
+        if len(words) == 2 and not words[1].startswith("-"):  # a name in a sentence
+            words.append("--help")
+        with pytest.raises(SystemExit if "--help" in words else Parsed, match=r"^0?$"):
+            command_line.main(words[1:])
+        return
+    program = ROOT / words[1]
+    monkeypatch.setattr(sys, "argv", [str(program), *words[2:]])
+    monkeypatch.syspath_prepend(program.parent)
+    with pytest.raises(Parsed):
+        runpy.run_path(str(program), run_name="__main__")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_work_where_the_reader_stands(path, capsys):
-    """As the script, which a clone does not hide; and with options that exist."""
+def test_commands_work_where_the_reader_stands(path, monkeypatch, only_parses):
+    """As the script, which a clone does not hide; and with arguments that are understood."""
     text = path.read_text()
     explained = path.name in ("CHANGELOG.md", "troubleshooting.md")
     assert explained or "python -m torch_turboquant" not in text
-    for _, name, *options in commands(text):
-        if name.startswith("-"):
-            continue
-        pytest.importorskip("transformers")  # its extra, which eval needs for its help
-        with pytest.raises(SystemExit, match="0"):
-            command_line.main([name, "--help"])
-        known = capsys.readouterr().out
-        assert all(option in known for option in options if option.startswith("--")), options
+    for command in commands(text):
+        check_command(monkeypatch, command)
+
+
+PROGRAMS = [path for path in sorted(ROOT.glob("benchmarks/*.py")) if "python b" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_commands_of_a_benchmark_are_understood(path, monkeypatch, only_parses):
+    """Those of its docstring, one a line, two spaces before what they do."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    found = re.findall(rf"^ *({COMMAND}.*?)(?:  .*)?$", text, re.MULTILINE)
+    assert found
+    for line in found:
+        check_command(monkeypatch, shlex.split(line))
+
+
+def test_a_wrong_command_is_noticed(monkeypatch, only_parses):
+    for line in (
+        "torch_turboquant memory --no-such",
+        "python benchmarks/bench_host.py --dry-r --each x",
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            check_command(monkeypatch, line.split())
 
 
 # ---- messages of docs/troubleshooting.md
