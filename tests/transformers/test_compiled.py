@@ -127,6 +127,21 @@ def test_numbers_that_may_vary():
     assert torch.equal(torch.cat(parts, 1), expected) and graphs() == 1
 
 
+def test_steps_without_looking_at_guards():
+    """The documented loop, in which nothing but the tokens changes."""
+    model, ids = make_small_model(), make_ids(90, 2)
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    options = {"preset": "k4v4", "max_batch_size": 2, **FORMS["static"]}
+    with TurboQuantCache.for_model(model, **options) as cache:
+        expected = feed(model, cache, ids, 70, *[1] * 20)
+        cache.reset()
+        found = [model(ids[:, :70], past_key_values=cache).logits]
+        for i in range(70, 90):
+            with torch.compiler.set_stance("default", skip_guard_eval_unsafe=i > 73):
+                found.append(step(ids[:, i : i + 1], past_key_values=cache).logits)
+    assert torch.equal(torch.cat(found, 1), expected) and graphs() == 1
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_layers_of_a_compiled_step_share_its_tensors(name):
     """They come into its graph. torch.compile works out anew, for each op that it does not know,

@@ -101,6 +101,30 @@ def test_left_padding(name, chunk):
     assert_same(both(model, run, preset="k3v2", max_batch_size=3, center=centers))
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_the_mask_of_a_step_is_ignored(name):
+    """Padding is known from the prompt, whatever the mask of a step says."""
+    model, (ids, mask) = make_model(name), padded([72, 30], 72)
+    places = (mask.cumsum(1) - 1).clamp_min(0)
+    options = {"max_batch_size": 2, "static": True, "max_cache_len": ROOM}
+    with TurboQuantCache.for_model(model, "k3v2", **options) as cache:
+
+        def run(**of_step):
+            cache.reset()
+            feed(model, cache, ids[:, :70], 70, mask=mask[:, :70])
+            steps = [{name: value[:, :end] for name, value in of_step.items()} for end in (71, 72)]
+            return [
+                model(ids[:, i : i + 1], past_key_values=cache,
+                      position_ids=places[:, i : i + 1], **more).logits
+                for i, more in zip((70, 71), steps, strict=True)
+            ]  # fmt: skip
+
+        expected = run()
+        for given in (mask, torch.ones_like(mask), 1 - mask):
+            for one, other in zip(run(attention_mask=given), expected, strict=True):
+                assert torch.equal(one, other)
+
+
 def test_crop_reorder_and_select():
     model, ids = make_model(), make_ids(140, 3)
     config = make_config(model, "k3v2")
