@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kMaxGridY = 65535;
 
-EncodeSource source_of(const HeadRows& x, const Codebook& book, const Constant& signs,
+EncodeSource source_of(const HeadRows& x, const Codebook& book, const Constant<float>& signs,
                        const format::Channels& channels) {
   const int64_t size = static_cast<int64_t>(x.tensor.element_size());
   return {static_cast<const uint8_t*>(x.tensor.data_ptr()),
@@ -108,7 +108,7 @@ class LayerStore {
 
   format::Record record_;
   HeadRows keys_, values_;
-  Constant key_signs_, value_signs_, center_;
+  Constant<float> key_signs_, value_signs_, center_;
   EncodeArguments arguments_;
 };
 
@@ -122,7 +122,7 @@ std::tuple<Tensor, Tensor> cache_load(const LoadCall& c) {
   Tensor k = c.new_result(), v = c.new_result();
   if (k.numel() == 0) return {k, v};
 
-  const Constant k_signs(c.key_signs), v_signs(c.value_signs), constants(c.center);
+  const Constant<float> k_signs(c.key_signs), v_signs(c.value_signs), constants(c.center);
   const format::Channels channels = channels_of(c.center, constants.data(), kv_heads, d);
   const Launch launch(c.cache);
   DecodeArguments a{};

@@ -47,7 +47,7 @@ std::tuple<Tensor, Tensor> encode(const Tensor& x, const Tensor& signs, const Op
 
   // A copy of x where these are not its leading dimensions.
   const AlignedRows in(x, word_bytes(std::min(8, split.block), x.element_size()), are_tokens_and_heads);
-  const Constant s(signs), constants(center);
+  const Constant<float> s(signs), constants(center);
   const Launch launch(x);
   const EncodeShape shape = shape_of(in.rows(), static_cast<int>(d), dtype_of(x), book);
   EncodeArguments a{};
@@ -83,7 +83,7 @@ Tensor decode(const Tensor& packed, const Tensor& scale, const Tensor& signs, co
   Tensor out = new_tensor(packed, leading_shape(packed, 1, {vectors.d}), dtype);
   if (vectors.count == 0) return out;
 
-  const Constant s(signs), constants(center);
+  const Constant<float> s(signs), constants(center);
   const format::Channels channels = channels_of(center, constants.data(), 1, vectors.d);
   const Launch launch(packed);
   const DecodeShape shape{.head_dim = static_cast<int>(vectors.d),

@@ -22,12 +22,13 @@ void linear::multiply(const LinearCall& c, const WeightShape& shape, const Tenso
   if (kernel == LinearKernel::kDecoded) return linear::multiply_decoded(c, shape, y, launch.stream());
   STD_TORCH_CHECK(aligned(c.packed.data_ptr(), 16), "packed must start at a multiple of 16 bytes");
   const linear::Activations x(c.x);
-  const Constant signs(c.signs), inverse(c.channel_inverse), levels(c.levels);
+  const Constant<float> signs(c.signs), inverse(c.channel_inverse);
+  const Constant<int8_t> levels(c.levels);
   const int groups = checked_int(shape.groups(), "the number of groups");
   const void* const bias = c.bias ? c.bias->data_ptr() : nullptr;
   if (kernel == LinearKernel::kTiles) {
     const linear::tiles::Call call{.packed = bytes_of(c.packed),
-                                   .levels = reinterpret_cast<const int8_t*>(levels.data()),
+                                   .levels = levels.data(),
                                    .x = x.data(),
                                    .x_stride = x.stride(),
                                    .dtype = dtype_of(c.x),
@@ -46,7 +47,7 @@ void linear::multiply(const LinearCall& c, const WeightShape& shape, const Tenso
                           .dtype = dtype_of(c.x),
                           .signs = signs.data(),
                           .channel_inverse = inverse.data(),
-                          .levels = reinterpret_cast<const int8_t*>(levels.data()),
+                          .levels = levels.data(),
                           .bias = bias,
                           .y = y.data_ptr(),
                           .packed = bytes_of(c.packed),

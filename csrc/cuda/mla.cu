@@ -181,7 +181,7 @@ void store_tokens(const MlaStoreCall& c, const format::LatentRecord& record) {
   if (c.tokens() == 0) return;
   const Launch launch(c.latent);
   const MatrixRows latent(c.latent, 8), rope(c.rope, 2);
-  const Constant signs(c.signs), center(c.center);
+  const Constant<float> signs(c.signs), center(c.center);
   const int d = record.latent_dim;
   const format::Split split = format::split_dim(d);
   LaneShape<32> shape(split);
@@ -276,7 +276,7 @@ void load_tokens(const MlaLoadCall& c, const format::LatentRecord& record, const
   const Pages pages = pages_of(c.cache, 1);
   if (latent.numel() == 0) return;
   const Launch launch(c.cache);
-  const Constant signs(c.signs), center(c.center);
+  const Constant<float> signs(c.signs), center(c.center);
   const int d = record.latent_dim;
   LaneShape<32> shape(format::split_dim(d));
   shape.transforms = c.signs.has_value();
@@ -323,7 +323,7 @@ void attend(const MlaAttentionCall& c, const format::LatentRecord& record, const
   if (out.numel() == 0) return;
   const Launch launch(c.q_latent);
   const HeadVectors q(c.q_latent), q_rope(c.q_rope);
-  const Constant signs(c.signs), center(c.center);
+  const Constant<float> signs(c.signs), center(c.center);
 
   mla::Latents x{};
   x.record = record;

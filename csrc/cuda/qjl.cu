@@ -371,7 +371,7 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
   const Dtype dtype = dtype_of(residual);
   const AlignedRows in(residual, sketch.dense ? 1 : 16);
   const Rows& rows = in.rows();
-  const Constant signs(sketch.dense ? OptionalTensor() : OptionalTensor(projection));
+  const Constant<float> signs(sketch.dense ? OptionalTensor() : OptionalTensor(projection));
   const DeviceFacts& device = current_device().facts;
   switch (choose_sketch({.dense = sketch.dense, .head_dim = d, .vectors = rows.count, .dtype = dtype}, device).kernel) {
     case SketchKernel::kDense: {

@@ -101,7 +101,7 @@ class AttentionArguments {
   }
 
   HeadVectors q_;
-  Constant key_signs_, value_signs_, constants_;
+  Constant<float> key_signs_, value_signs_, constants_;
   std::optional<HeadVectors> keys_, values_;
 };
 

@@ -174,13 +174,15 @@ class HeadVectors {
   int64_t token_stride_, head_stride_;
 };
 
-// A checked float32 constant (signs, center) that kernels can read 16 bytes at a time; null where it is absent.
+// A checked constant of a call, float32 (signs, center) or int8 (levels), that kernels can read 16 bytes at a time; null
+// where it is absent.
+template <typename T>
 class Constant {
  public:
   explicit Constant(const OptionalTensor& t) : tensor_(t) {
     if (t && !aligned(t->data_ptr(), 16)) tensor_ = new_copy(*t);
   }
-  const float* data() const { return tensor_ ? static_cast<const float*>(tensor_->data_ptr()) : nullptr; }
+  const T* data() const { return tensor_ ? static_cast<const T*>(tensor_->data_ptr()) : nullptr; }
 
  private:
   OptionalTensor tensor_;  // keeps a copy alive until the kernel is launched

@@ -66,11 +66,12 @@ Tensor decode_weight(const WeightDecodeCall& c, bool reads_early) {
   Tensor w = new_tensor(c.packed, {shape.n, shape.k}, c.dtype, "a decoded weight");
   if (w.numel() == 0) return w;
   const Tensor packed = aligned(c.packed.data_ptr(), 16) ? c.packed : new_copy(c.packed);
-  const Constant signs(c.signs), inverse(c.channel_inverse), levels(c.levels);
+  const Constant<float> signs(c.signs), inverse(c.channel_inverse);
+  const Constant<int8_t> levels(c.levels);
   const Launch launch(c.packed);
   const format::WeightBlock& b = shape.block;
   const linear::WeightDecoder decoder{.packed = bytes_of(packed),
-                                      .levels = reinterpret_cast<const int8_t*>(levels.data()),
+                                      .levels = levels.data(),
                                       .signs = signs.data(),
                                       .channel_inverse = inverse.data(),
                                       .out = w.data_ptr(),

@@ -223,7 +223,7 @@ Tensor weight_encode(const WeightEncodeCall& c) {
   if (packed.numel() == 0) return packed;
   const format::Split split{1, shape.block.group};
   const AlignedRows in(c.w, word_bytes(2, c.w.element_size()));
-  const Constant signs(c.signs), channel_scale(c.channel_scale);
+  const Constant<float> signs(c.signs), channel_scale(c.channel_scale);
   const Launch launch(c.w);
   const double root = std::sqrt(static_cast<double>(shape.group()));
   const WeightEncoder encoder{.blocks = blocks_of(shape),

@@ -74,7 +74,7 @@ class ExpertsArguments {
     Call call{};
     call.packed = bytes_of(c_.packed), call.weight_bytes = of_.weight_bytes();
     call.x = x_.data(), call.x_stride = x_.stride(), call.dtype = dtype_of(c_.x);
-    call.signs = signs_.data(), call.levels = reinterpret_cast<const int8_t*>(levels_.data());
+    call.signs = signs_.data(), call.levels = levels_.data();
     call.bias = c_.bias ? c_.bias->data_ptr() : nullptr;
     call.y = y_.data_ptr(), call.n = of_.weight.n;
     call.groups = checked_int(of_.weight.groups(), "the number of groups");
@@ -87,7 +87,8 @@ class ExpertsArguments {
   const ExpertsShape& of_;
   const Tensor& y_;
   const linear::Activations x_;
-  const Constant signs_, levels_;
+  const Constant<float> signs_;
+  const Constant<int8_t> levels_;
 };
 
 // Tokens that tiles multiply at a time, so that their operands take no more memory than this: 2 bytes for each channel
