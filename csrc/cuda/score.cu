@@ -52,7 +52,7 @@ void launch_general(ScoreArguments& a, int64_t batch, const Launch& launch, cons
     allow_shared_memory(reinterpret_cast<const void*>(kernel), current_device().index, bytes);
   }
 
-  a.query_blocks = (a.queries + 2 * PAIRS - 1) / (2 * PAIRS);
+  a.query_blocks = static_cast<int>(divide_up(a.queries, 2 * PAIRS));
   const int64_t rows = batch * a.query_blocks;
   share_keys(a, rows, kBlocksPerMultiprocessor, device);
   kernel<<<num_blocks(rows * a.key_blocks, 1), kThreads, bytes, launch.stream()>>>(a);

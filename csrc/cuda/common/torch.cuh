@@ -86,7 +86,7 @@ inline int checked_int(int64_t n, const char* name) {
 // Blocks of a grid in one dimension.
 inline unsigned num_blocks(int64_t work, int64_t per_block) {
   const int64_t blocks = divide_up(work, per_block);
-  STD_TORCH_CHECK(blocks <= INT32_MAX, "tensor is too large: ", blocks, " blocks, CUDA allows ", INT32_MAX);
+  STD_TORCH_CHECK(blocks >= 0 && blocks <= INT32_MAX, "tensor is too large: ", blocks, " blocks, CUDA allows ", INT32_MAX);
   return static_cast<unsigned>(blocks);
 }
 
