@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(kWarpgroupProducts ? kWarpgroup : kWarp) code_
 struct OlderDevice {
   int ptx_version, per_block, per_multiprocessor;
 };
-constexpr OlderDevice kOlderDevices[] = {{75, 64, 64}, {80, 163, 164}};
+constexpr OlderDevice kOlderDevices[] = {{75, 64, 64},   {80, 163, 164}, {86, 99, 100},
+                                         {87, 163, 164}, {89, 99, 100},  {120, 99, 100}};
 
 DeviceFacts facts_of(int index) {
   const torch::stable::accelerator::DeviceGuard guard(index);
