@@ -3,7 +3,8 @@
 //
 // The host never synchronises with the device, so kernels check the values of seq_lens, block_table, cu_seqlens_q and
 // tail_slots where they read them: a page id out of range holds no keys, and a sequence without queries or with a
-// length of 0 has no work.
+// length of 0 has no work. Kernels of latents (mla) take the keys of such a page for zeros that rows do see, so a row's
+// denominator counts them.
 #pragma once
 
 #include "cuda/common/device.cuh"
