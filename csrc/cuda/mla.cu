@@ -172,11 +172,11 @@ __global__ void __launch_bounds__(kStoreThreads)
 
 Tail exact_latents(const MlaStoreCall& c) {
   if (!c.tail) return {};
-  check_aligned(*c.tail, "tail");
   return tail_of(*c.tail, c, c.tail->size(1));
 }
 
 void store_tokens(const MlaStoreCall& c, const format::LatentRecord& record) {
+  check_alignment(c);
   const Pages pages = pages_of(c.cache, 1);
   if (c.tokens() == 0) return;
   const Launch launch(c.latent);
@@ -318,8 +318,8 @@ void start(const mla::Latents& x, const Tensor& q, const Device& device, cudaStr
 }
 
 void attend(const MlaAttentionCall& c, const format::LatentRecord& record, const Tensor& out, const Tensor& lse) {
+  check_alignment(c);
   const Pages pages = pages_of(c.cache, 1);
-  if (c.tail) check_aligned(*c.tail, "tail");
   if (out.numel() == 0) return;
   const Launch launch(c.q_latent);
   const HeadVectors q(c.q_latent), q_rope(c.q_rope);

@@ -11,8 +11,9 @@
 
 namespace turboquant::cuda {
 
-// What kernels ask of the addresses of a call, beyond its checks.
-inline void check_alignment(const AttentionCall& c) {
+// What kernels ask of the addresses of a call with pages and an exact tail, beyond its checks.
+template <typename Call>
+void check_alignment(const Call& c) {
   check_aligned(c.cache, "cache");
   if (c.tail) check_aligned(*c.tail, "tail");
 }
