@@ -272,6 +272,16 @@ def short_comments(sources: Sources) -> list[str]:
     ]
 
 
+def words_of_the_glossary(sources: Sources) -> list[str]:
+    """The channels beside a latent are raw channels, also in comments."""
+    return [
+        f"{path}:{number}: {line.strip()}"
+        for path, text in sources.items()
+        for number, line in enumerate(text.split("\n"), 1)
+        if re.search(r"\brotary\b", line, re.IGNORECASE)
+    ]
+
+
 # ---- the rules hold, and can fail
 
 OPS = '// -- hadamard: a transform\nm.def("hadamard(Tensor x) -> Tensor");\n'
@@ -330,6 +340,7 @@ BROKEN: list[tuple[Rule, Sources]] = [
     (decode_is_the_codecs, {"cuda/attention/a.cu": "class DecodeBlock {"}),
     (decode_is_the_codecs, {"cuda/attention/a.cu": "bool attend_decode(const Call& call);"}),
     (short_comments, {"a.h": "  // " + "x" * 120}),
+    (words_of_the_glossary, {"cuda/mla/a.cuh": "// latent and rotary channels"}),
 ]
 RULES = list(dict.fromkeys(rule for rule, _ in BROKEN))
 

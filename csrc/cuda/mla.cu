@@ -96,7 +96,7 @@ struct LatentStore {
 
 constexpr int kStoreThreads = 512;  // of a block
 
-// A token's latent and rotary channels in the tail. A warp calls it.
+// A token's latent and raw channels in the tail. A warp calls it.
 __device__ __forceinline__ void store_exact(const LatentStore& a, const LaneShape<32>& shape, int64_t token,
                                             uint8_t* to, int lane) {
   const int d = shape.d, size = element_size(a.dtype);

@@ -58,7 +58,7 @@ __device__ __forceinline__ RowSight sight_of(const Attention& a, const Attention
   return {position, tail.sinks, a.recent(tail, position, a.new_begin(length, queries))};
 }
 
-// Where exact key `position` of a sequence stands: its latent and its rotary channels.
+// Where exact key `position` of a sequence stands: its latent and its raw channels.
 struct ExactKey {
   const uint8_t *latent, *rope;
 };

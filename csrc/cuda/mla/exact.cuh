@@ -64,7 +64,7 @@ class ExactKeys {
 
   __device__ __forceinline__ ExactElements elements() const { return {block_.call.a.dtype}; }
 
-  // Starts to copy a vector of latent and rotary channels, by one warp; null: zeros.
+  // Starts to copy a vector of latent and raw channels, by one warp; null: zeros.
   __device__ __forceinline__ void copy(uint16_t* to, const void* latent, const void* rope) const {
     constexpr int kWords = S::kLatent / 8;
     const int words = kWords + block_.call.record.rope_dim / 8;

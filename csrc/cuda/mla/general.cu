@@ -14,7 +14,7 @@ namespace {
 constexpr int kRows = 8, kKeys = 8, kThreads = 256, kWarps = kThreads / 32;
 constexpr int kMostLatent = 512, kOwn = kMostLatent / kThreads;  // channels of a thread
 
-// Shared memory of a block. stride: latent and rotary channels, and padding.
+// Shared memory of a block. stride: latent and raw channels, and padding.
 struct Memory {
   float *queries, *keys;        // [kRows, stride], [kKeys, stride]
   float* scores;                // [kRows, kKeys]: scores, then weights

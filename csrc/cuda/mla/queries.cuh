@@ -1,4 +1,4 @@
-// Queries as operands of the products with codes and with rotary channels, and what else a row of scores needs: the
+// Queries as operands of the products with codes and with raw channels, and what else a row of scores needs: the
 // image of a block of rows, which the kernel copies into its shared memory as it is.
 //
 // A kernel of its own prepares each row once. The blocks that share a segment would otherwise all do so, each with few

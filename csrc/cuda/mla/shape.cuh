@@ -137,7 +137,7 @@ struct Shape {
   static constexpr int kQueryBytes = R / 32 * kByteStep;
   static constexpr int kSums = R / 64 / kValueGroups;  // products of 64 channels of a value warpgroup
 
-  static constexpr int kStepBytes = 32 * ROWS;  // of 16 rotary channels of all queries, or weights of 16 tokens
+  static constexpr int kStepBytes = 32 * ROWS;  // of 16 raw channels of all queries, or weights of 16 tokens
   static constexpr int kWeightBytes = kUnitTokens / 16 * kStepBytes;
   static constexpr int kPart = kPartHead + R;
 };

@@ -9,7 +9,7 @@
 
 namespace turboquant::cuda::mla {
 
-// Where word `chunk` of a token's row stands: among 8 words of codes or more, and among 8 or 4 of rotary channels.
+// Where word `chunk` of a token's row stands: among 8 words of codes or more, and among 8 or 4 of raw channels.
 __device__ __forceinline__ int code_word(int token, int chunk) {
   return format::swapped_word(8, token, chunk) * format::kLatentWord;
 }

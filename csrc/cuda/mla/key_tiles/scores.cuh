@@ -4,7 +4,7 @@
 // Warp w has tokens 16 w to 16 w + 15 of a unit. Lane (g, t) has of each tile of eight rows (columns of a product) rows
 // 2 t and 2 t + 1 of tokens g and g + 8: element 4 j + 2 i + h of an array is row 8 j + 2 t + h of token g + 8 i.
 //
-// Products with codes are products of bytes (queries are 16-bit integers in two columns), those with rotary channels
+// Products with codes are products of bytes (queries are 16-bit integers in two columns), those with raw channels
 // are added in float32. A score is query . key until it becomes an exponent: base 2, and less the row's reference.
 //
 // Weights are relative to references, which rarely move, and those of half of the warps are negated
@@ -20,7 +20,7 @@ namespace turboquant::cuda::mla {
 template <class S>
 class ScoreGroup {
   static constexpr int kTiles = S::kRowTiles, kColumns = 2 * kTiles;  // of a lane
-  // With up to 32 rows registers have room for products of codes and of rotary channels at the same time.
+  // With up to 32 rows registers have room for products of codes and of raw channels at the same time.
   static constexpr bool kRoomForBoth = !totals_in_memory(S::kRows);
 
  public:
@@ -114,7 +114,7 @@ class ScoreGroup {
   }
   __device__ __forceinline__ void sync() const { sync_threads(kScoresBarrier, kWarpgroup); }
 
-  // USUAL: 64 rotary channels of bfloat16. Their products and those of codes are under way at the same time, which no
+  // USUAL: 64 raw channels of bfloat16. Their products and those of codes are under way at the same time, which no
   // branch may come between.
   template <bool USUAL>
   __device__ __forceinline__ void attend_units(int token, int units, Turn turn) {
@@ -267,7 +267,7 @@ class ScoreGroup {
     }
   }
 
-  // Begins to add the products of rotary channels.
+  // Begins to add the products of raw channels.
   template <int DIM, typename T>
   __device__ __forceinline__ void multiply_ropes(int stage, float (&score)[4 * kTiles]) const {
     const int lane = block_.lane, token = block_.warp % 2 * 16 + lane % 16;  // of the tile

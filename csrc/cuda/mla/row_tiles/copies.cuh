@@ -1,5 +1,5 @@
 // The warps that copy: one brings codes to raw slots, ahead of those who expand them, the other what is not expanded,
-// rotary channels and scales, to its place in the ring.
+// raw channels and scales, to its place in the ring.
 #pragma once
 
 #include "cuda/mla/row_tiles/shape.cuh"
@@ -101,7 +101,7 @@ class RowCopies {
       ++turn.count;
     });
   }
-  // Rotary channels that are fewer than 64, filled up with zeros. tile: of the lane's piece.
+  // Raw channels that are fewer than 64, filled up with zeros. tile: of the lane's piece.
   __device__ __forceinline__ void fill_ropes(const uint8_t* tile, int i, uint8_t* to) const {
     const int words = block_.call.record.rope_dim / 8;
 #pragma unroll 1

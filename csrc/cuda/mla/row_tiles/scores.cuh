@@ -67,7 +67,7 @@ class RowScores {
     return x;
   }
 
-  // ROPE: the type of rotary channels.
+  // ROPE: the type of raw channels.
   template <typename ROPE>
   __device__ __forceinline__ void attend_tiles(int token, int tiles, TileTurn<S> turn) {
     for (int i = 0; i < tiles; ++i, token += kTileKeys, ++turn.count) {
@@ -87,7 +87,7 @@ class RowScores {
     }
   }
 
-  // Products with expanded codes, and with rotary channels.
+  // Products with expanded codes, and with raw channels.
   template <typename ROPE>
   __device__ __forceinline__ void multiply(int tile, float (&score)[kScores], float (&rope)[kScores]) const {
     const uint32_t queries = swizzled_word(block_.queries());

@@ -38,7 +38,7 @@ struct RowShape {
   static constexpr int kRegisters = 65536 / kThreads, kScoreRegisters = 112, kSumRegisters = 184, kCopyRegisters = 32;
 
   // The ring of tiles, in shared memory from its start: [panels][keys][64 channels] of float16, in rows of 128 bytes
-  // with the swizzle of common/wgmma_swizzled.cuh. The last panel has rotary channels.
+  // with the swizzle of common/wgmma_swizzled.cuh. The last panel has raw channels.
   static constexpr int kTiles = 2, kRingKeys = kTiles * kTileKeys;
   static constexpr int kPanels = R / 64 + 1, kPanelBytes = kRingKeys * kSwizzleRow;
   static constexpr int kRingBytes = kPanels * kPanelBytes;
@@ -65,7 +65,7 @@ template <class S>
 struct RowBarriers {
   uint64_t arrived[kMostRawSlots];                // a tile's codes are in the raw slot
   uint64_t read[kMostRawSlots];                   // warps that expand have read them
-  uint64_t expanded[S::kTiles];                   // the tile's levels, rotary channels and scales are in the ring
+  uint64_t expanded[S::kTiles];                   // the tile's levels, raw channels and scales are in the ring
   uint64_t freed[S::kTiles];                      // products have read the tile
   uint64_t weighed[kWeightBuffers][kTilePieces];  // the weights of a piece are there
   uint64_t weights_read[kWeightBuffers];          // warps that sum have read them

@@ -153,7 +153,7 @@ class WarpRoles {
   }
 
  private:
-  static constexpr int kRopeSteps = S::kRopeSixteens / S::kRopeWarps;  // of 16 rotary channels, of a warp that has any
+  static constexpr int kRopeSteps = S::kRopeSixteens / S::kRopeWarps;  // of 16 raw channels, of a warp that has any
   static constexpr int kSteps = S::kChannels / 16, kSums = S::kChannels / 2, kPanels = S::kChannels / 64;
 
   // What a lane loads ahead, of keys g, g + 8, g + 16 and g + 24: of each panel of 64 channels those from 16 t to
@@ -193,7 +193,7 @@ class WarpRoles {
 
   // ---- Queries
 
-  // The warp's channels of the queries, and up to 32 rotary ones, as left operands, and the factors of scores.
+  // The warp's channels of the queries, and up to 32 raw ones, as left operands, and the factors of scores.
   __device__ __forceinline__ void load_queries(const uint8_t* image, const RowTable& rows) {
     // Word `word` of a row of 64 channels: two channels that are neighbours in the image.
     const auto word = [&](int of_panel, int row, int i) {
@@ -279,7 +279,7 @@ class WarpRoles {
     }
   }
 
-  // Starts to copy the scales of a tile and the warp's rotary channels, in the order that products read them in.
+  // Starts to copy the scales of a tile and the warp's raw channels, in the order that products read them in.
   __device__ __forceinline__ void copy_rest(const uint8_t* tile, int buffer) const {
     const Plan& plan = block_.plan;
     const int lane = block_.lane;
@@ -298,9 +298,9 @@ class WarpRoles {
       copy_or_clear(to + rope_place(16, 0), from ? from + 16 * bytes : anything, from != nullptr);  // the same order
     }
   }
-  // 16 rotary channels that the warp has.
+  // 16 raw channels that the warp has.
   __device__ __forceinline__ int rope_step(int s) const { return block_.warp + s * S::kRopeWarps; }
-  // Where eight rotary channels of a key stand: those of eight keys are in different banks.
+  // Where eight raw channels of a key stand: those of eight keys are in different banks.
   static __device__ __forceinline__ int rope_place(int key, int half) { return key * 32 + (half ^ key / 4 % 2) * 16; }
 
   // ---- In shared memory
@@ -365,7 +365,7 @@ class WarpRoles {
     }
   }
 
-  // Products of levels become scores, with those of rotary channels, for all warps to see.
+  // Products of levels become scores, with those of raw channels, for all warps to see.
   __device__ __forceinline__ void leave_scores(float (&x)[4][4], int buffer) const {
     const int lane = block_.lane, g = block_.g, t = block_.t, key = lane % 8 + lane / 16 * 8, half = lane / 8 % 2;
 #pragma unroll
@@ -433,7 +433,7 @@ class WarpRoles {
 
   bool has_rope_;
   uint4 queries_[kSteps], rope_queries_[kRopeSteps]{};
-  int rope_from_[kRopeSteps];  // where the lane's rotary channels of its first key are in a tile
+  int rope_from_[kRopeSteps];  // where the lane's raw channels of its first key are in a tile
   float factor_[2];            // of a sum of products with codes and the key's scale, of rows g and g + 8
   float sums_[kSums];          // element 4 j + 2 i + h: row g + 8 i, place 2 t + h of octet j
 };

@@ -19,7 +19,7 @@ struct WarpShape {
   static constexpr int kBlocks = 8 / kWarps;  // per multiprocessor: a thread has as many registers as it can
 
   // Shared memory, in bytes, where rows that are read at once begin in different banks. Of each warp: the levels of a
-  // tile's keys, the scales of those of two tiles, and scores. Of each 16 rotary channels, of which there are up to
+  // tile's keys, the scales of those of two tiles, and scores. Of each 16 raw channels, of which there are up to
   // four: those of two tiles. Of all warps: weights, and factors of rows.
   static constexpr int kLevelStride = kChannels * 2 + 16, kLevelBytes = kTileTokens * kLevelStride;
   static constexpr int kScaleBytes = kTileTokens * 2, kRopeBytes = kTileTokens * 32;
