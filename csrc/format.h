@@ -467,7 +467,8 @@ TURBOQUANT_HD constexpr bool tail_keeps(int64_t position, int64_t length, int64_
 
 // Latent attention keeps one vector per token, which is both key and value of every query head, and a few raw channels
 // beside it that carry the position.
-TURBOQUANT_HD constexpr bool valid_latent_dim(int64_t d) { return d == 128 || d == 256 || d == 512; }
+constexpr int kMaxLatentDim = 512;
+TURBOQUANT_HD constexpr bool valid_latent_dim(int64_t d) { return d == 128 || d == 256 || d == kMaxLatentDim; }
 TURBOQUANT_HD constexpr bool valid_rope_dim(int64_t d) { return d == 0 || d == 32 || d == 64; }
 TURBOQUANT_HD constexpr bool valid_latent_page_size(int64_t n) { return n == 32 || n == 64 || n == 128; }
 TURBOQUANT_HD constexpr bool valid_latent_width(Width w) {

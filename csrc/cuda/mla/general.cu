@@ -12,7 +12,10 @@ namespace turboquant::cuda::mla {
 namespace {
 
 constexpr int kRows = 8, kKeys = 8, kThreads = 256, kWarps = kThreads / 32;
-constexpr int kMostLatent = 512, kOwn = kMostLatent / kThreads;  // channels of a thread
+constexpr int kOwn = format::kMaxLatentDim / kThreads;  // channels of a thread
+// Words of a token's row and of its plane, at most: 8 bits of a channel, and one.
+constexpr int kRowWords = format::kMaxLatentDim / 4, kPlaneWords = format::kMaxLatentDim / 32;
+constexpr int kTokenWords = kRowWords + kPlaneWords;
 
 // Shared memory of a block. stride: latent and raw channels, and padding.
 struct Memory {
@@ -20,14 +23,14 @@ struct Memory {
   float* scores;                // [kRows, kKeys]: scores, then weights
   float *top, *total, *factor;  // [kRows]
   float* table;                 // [32]: levels
-  uint32_t* codes;              // [kWarps, 128 + 16]: a token's row and plane
+  uint32_t* codes;              // [kWarps, kTokenWords]: a token's row and plane
 
   __device__ __forceinline__ Memory(float* at, int stride)
       : queries(at), keys(queries + kRows * stride), scores(keys + kKeys * stride), top(scores + kRows * kKeys),
         total(top + kRows), factor(total + kRows), table(factor + kRows),
         codes(reinterpret_cast<uint32_t*>(table + 32)) {}
   static int bytes(int stride) {
-    return 4 * ((kRows + kKeys) * stride + kRows * kKeys + 3 * kRows + 32 + kWarps * 144);
+    return 4 * ((kRows + kKeys) * stride + kRows * kKeys + 3 * kRows + 32 + kWarps * kTokenWords);
   }
 };
 __host__ __device__ constexpr int stride_of(int channels) { return channels + 4; }
@@ -134,7 +137,7 @@ class GeneralBlock {
     }
     const uint8_t* record = a_.pages + int64_t{page} * a_.page_stride;
     const int token = position % r.page_size;
-    uint32_t* row = memory_.codes + warp_ * 144;
+    uint32_t* row = memory_.codes + warp_ * kTokenWords;
     const int words = r.row_bytes() / 4;
     for (int w = lane_; w < words; w += 32) {
       const int place = format::swapped_byte(r.row_bytes(), token, 4 * w);
