@@ -46,7 +46,7 @@ class LevelPairs {
     } else {
       static_assert(KIND == LevelKind::kFiveBits);
       const uint32_t codes = select_bytes(w, 0, 0x3120);  // nibbles 0 1 4 5 2 3 6 7
-      const __half2 added = __float2half2_rn(1152);
+      const __half2 added = __float2half2_rn(shared::kMagicOfBytes);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t four = i < 2 ? codes : codes >> 16, pair = i % 2 ? 0x5351 : 0x5250;

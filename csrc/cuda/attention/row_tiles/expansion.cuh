@@ -21,7 +21,8 @@ enum Kind : int {
   kBytes,    // 8 bits
 };
 
-constexpr uint32_t kMagic = 0x64006400;  // 1024 twice
+constexpr uint32_t kMagic = 0x64006400;            // 1024 twice
+constexpr float kMagicOfBytes = 1024.0f + 128.0f;  // and the 128 that bytes of a table, or of signed levels, have more
 
 __device__ __forceinline__ __half2 as_halves(uint32_t x) { return reinterpret_cast<const __half2&>(x); }
 __device__ __forceinline__ uint32_t as_word(__half2 x) { return reinterpret_cast<const uint32_t&>(x); }
@@ -99,13 +100,13 @@ __device__ __forceinline__ void expand(uint32_t w, uint32_t plane, const Tables&
 
 // Bytes 0 and 2, and bytes 1 and 3, of a word of signed bytes.
 __device__ __forceinline__ void expand_bytes(uint32_t w, __half2 (&to)[2]) {
-  const __half2 added = __float2half2_rn(1152.0f);
+  const __half2 added = __float2half2_rn(kMagicOfBytes);
   to[0] = __hsub2(as_halves(masked_xor<0x00FF00FF>(w, 0x64806480)), added);
   to[1] = __hsub2(as_halves(masked_xor<0x00FF00FF>(w >> 8, 0x64806480)), added);
 }
 // Pairs (i, i + 4) of the eight signed bytes of two words.
 __device__ __forceinline__ void expand_bytes(uint32_t w0, uint32_t w1, __half2 (&to)[4]) {
-  const __half2 added = __float2half2_rn(1152.0f);
+  const __half2 added = __float2half2_rn(kMagicOfBytes);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t both = select_bytes(w0, w1, 0x4400 + 0x1111 * i);
