@@ -72,7 +72,7 @@ constexpr float kLeastScale = 1.0f / (1 << 24);  // of a token in its reference:
 
 // Lets a row's reference follow. most: the logarithm of the unit's largest product, relative to the reference `old`.
 // top: the largest one so far. set(x): the reference becomes x. factor: of the row's sums. less: to be added to its
-// exponents
+// exponents. mla/key_tiles/scores.cuh decides the same in code of its own (move_references): change both.
 template <typename F>
 __device__ __forceinline__ void move_reference(float most, float old, float& top, F&& set, float& factor, float& less) {
   most += old;
