@@ -6,25 +6,6 @@
 
 namespace turboquant::cuda::scores {
 
-// Loads WORDS words at p + offset, which is a multiple of 4 bytes or of the size of a vector load, with as few loads
-// as WORDS allows.
-template <int WORDS>
-__device__ __forceinline__ void load_aligned_words(const uint8_t* p, uint32_t offset, uint32_t* word) {
-  if constexpr (WORDS % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < WORDS; i += 4) {
-      const uint4 w = __ldg(reinterpret_cast<const uint4*>(p + offset) + i / 4);
-      word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
-    }
-  } else if constexpr (WORDS == 2) {
-    const uint2 w = __ldg(reinterpret_cast<const uint2*>(p + offset));
-    word[0] = w.x, word[1] = w.y;
-  } else {
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i) word[i] = __ldg(reinterpret_cast<const uint32_t*>(p + offset) + i);
-  }
-}
-
 // The last word of rows at any address, assembled byte by byte, because memory behind the last byte may not exist.
 struct LastWord {
   const uint8_t* at;
@@ -135,12 +116,6 @@ struct Keys {
   }
 };
 
-// Adds the products of keys 2 h and 2 h + 1; levels: two words for each of a lane's four keys.
-template <bool UNSIGNED>
-__device__ __forceinline__ void add_levels(int (&sums)[4], const uint32_t (&levels)[4][2], int h, uint2 column) {
-  mma_bytes<UNSIGNED>(sums, {levels[2 * h][0], levels[2 * h + 1][0], levels[2 * h][1], levels[2 * h + 1][1]}, column);
-}
-
 // Joins two of a coordinate's four bytes. Lanes with even t hold the lower two, the others the upper two.
 __device__ __forceinline__ float two_bytes(int low, int high) { return static_cast<float>(high * 256 + low); }
 
@@ -199,10 +174,6 @@ __device__ __forceinline__ void add_any_codes(int bits, const int8_t* table, con
     case format::Width::k8: return add.template operator()<8>();
   }
 }
-
-// The factor from a sum of bytes to the product, for coordinates in units of Side::unit.
-template <typename Codes>
-constexpr float kCodeUnit = format::kLevelUnit / (1 << kPointBits) / (1 << Codes::kPlace);
 
 // The sums over all four bytes for the two keys that this lane writes, from two neighbouring lanes' sums of four keys.
 __device__ __forceinline__ void join_bytes(const float (&part)[4], int t, float (&sum)[2]) {

@@ -64,7 +64,7 @@ __device__ __forceinline__ float sum_of_key(const int (&sums)[2][4], int times, 
 }
 
 // One query, d = 128, at least 32 keys, and structured sketches of 128 bits or none. The scores are the same to the
-// bit as those of the kernel above.
+// bit as those of score_kernel (score/general.cuh).
 template <int BITS, bool UNIFORM, bool SKETCH>
 __global__ void __launch_bounds__(kThreads, one_query_blocks_per_multiprocessor(BITS))
     score_one_query_kernel(const __grid_constant__ ScoreArguments a) {

@@ -186,4 +186,29 @@ __device__ __forceinline__ int shift_of_byte(int bits, bool uniform, int byte) {
 __device__ __forceinline__ int channel_of_sketch_byte(int word, int byte) { return 8 * byte + word; }
 __device__ __forceinline__ int shift_of_sketch_word(int word) { return 3 - word % 4; }
 
+// Loads WORDS words at p + offset, which is a multiple of 4 bytes or of the size of a vector load, with as few loads
+// as WORDS allows.
+template <int WORDS>
+__device__ __forceinline__ void load_aligned_words(const uint8_t* p, uint32_t offset, uint32_t* word) {
+  if constexpr (WORDS % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 4) {
+      const uint4 w = __ldg(reinterpret_cast<const uint4*>(p + offset) + i / 4);
+      word[i] = w.x, word[i + 1] = w.y, word[i + 2] = w.z, word[i + 3] = w.w;
+    }
+  } else if constexpr (WORDS == 2) {
+    const uint2 w = __ldg(reinterpret_cast<const uint2*>(p + offset));
+    word[0] = w.x, word[1] = w.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) word[i] = __ldg(reinterpret_cast<const uint32_t*>(p + offset) + i);
+  }
+}
+
+// Adds the products of keys 2 h and 2 h + 1; levels: two words for each of a lane's four keys.
+template <bool UNSIGNED>
+__device__ __forceinline__ void add_levels(int (&sums)[4], const uint32_t (&levels)[4][2], int h, uint2 column) {
+  mma_bytes<UNSIGNED>(sums, {levels[2 * h][0], levels[2 * h + 1][0], levels[2 * h][1], levels[2 * h + 1][1]}, column);
+}
+
 }  // namespace turboquant::cuda

@@ -21,6 +21,9 @@ constexpr int kMaxQueries = 4;                  // of a block; each pair of them
 constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int one_query_blocks_per_multiprocessor(int bits) { return bits == 0 ? 4 : 2; }
 constexpr int kPointBits = 25;  // fraction bits of a coordinate; sketches need room for a factor of 8 above
+// The factor from a sum of bytes to the product, for coordinates in units of Side::unit.
+template <typename Codes>
+constexpr float kCodeUnit = format::kLevelUnit / (1 << kPointBits) / (1 << Codes::kPlace);
 
 struct ScoreArguments {
   const void* q;
