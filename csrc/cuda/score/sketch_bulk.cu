@@ -35,10 +35,9 @@ struct SketchTile {
   // word; butterflies in registers do the rest, kSums sums at a time.
   static constexpr int kSums = LOG_N == 6 ? 4 : 8, kRows = kWords / kSums;
   static_assert(kRows == 2 || kRows == 4);
-  static constexpr int kWarps = kSketchBulkWarps, kBlocks = LOG_N == 6 ? 7
-                                                            : LOG_N == 7
-                                                                ? 4
-                                                                : 3;  // warps of a block, blocks of a multiprocessor
+  static constexpr int kWarps = kSketchBulkWarps;  // of a block
+  // Of a multiprocessor: a thread then has up to 72, 128 and 168 registers.
+  static constexpr int kBlocks = LOG_N == 6 ? 7 : LOG_N == 7 ? 4 : 3;
 
   // The place of 16 bytes of a vector in its stage: neighbouring lanes have different banks when they write and when
   // they read.
