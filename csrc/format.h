@@ -22,11 +22,18 @@ constexpr int kVersion = 1;
 
 // ---- Section 2: the transform -------------------------------------------------------------------------------------
 
+constexpr int log2_of(int power_of_two) {
+  int log = 0;
+  while (1 << log < power_of_two) ++log;
+  return log;
+}
+
 // head_dim = blocks * block: `blocks` is the odd factor m, `block` the power of two n.
 struct Split {
   int blocks;
   int block;
   constexpr bool valid() const { return blocks > 0; }
+  constexpr int log_block() const { return log2_of(block); }
 };
 
 constexpr int kMaxVectorDim = 4096;  // beyond it, the integer sums of an encoded vector would leave int32

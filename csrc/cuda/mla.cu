@@ -21,10 +21,9 @@ namespace {
 
 // A record of latents as the codec sees it: one head of keys, and raw channels where values would be.
 RecordLayout layout_of(const format::LatentRecord& r) {
-  const auto log2 = [](int n) { return 31 - __builtin_clz(static_cast<unsigned>(n)); };
   RecordLayout x{};
   x.head_dim = r.latent_dim, x.octets = r.latent_dim / 8, x.key_bits = r.bits;
-  x.page_shift = log2(r.page_size), x.tile_shift = log2(format::LatentRecord::kTileTokens);
+  x.page_shift = format::log2_of(r.page_size), x.tile_shift = format::log2_of(format::LatentRecord::kTileTokens);
   x.record_bytes = r.record_bytes(), x.tile_bytes = r.tile_bytes();
   x.key_row_bytes = r.row_bytes(), x.key_plane_bytes = r.plane_bytes();
   x.key_planes = r.planes(), x.value_blocks = r.ropes(), x.key_scales = r.scales();

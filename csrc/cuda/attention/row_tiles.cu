@@ -89,7 +89,7 @@ RowTilesLaunch::RowTilesLaunch(const Attention& call, const Device& device, int 
   for (Plan* plan : {&tiles_.plan, &prompts_.plan, &chunks_.plan}) {
     plan->layout = RecordLayout(call.record);
     plan->split = format::split_dim(call.record.head_dim);
-    plan->norm = block_norm(std::countr_zero(static_cast<unsigned>(plan->split.block)));
+    plan->norm = block_norm(plan->split);
     plan->key_kind = kind_of(call.record.key_width(), call.key_levels);
     plan->value_kind = kind_of(call.record.value_width(), call.value_levels);
     plan->least_rows = least_queries * call.group;

@@ -20,10 +20,8 @@ struct GenericShape {
   bool transforms = true;  // false: codes stand for the channels as they are (latents, docs/format.md section 12)
 
   GenericShape() = default;
-  explicit GenericShape(format::Split split) : d(split.blocks * split.block), blocks(split.blocks), log_block(0) {
-    while (1 << log_block < split.block) ++log_block;
-    norm = block_norm(log_block);
-  }
+  explicit GenericShape(format::Split split)
+      : d(split.blocks * split.block), blocks(split.blocks), log_block(split.log_block()), norm(block_norm(split)) {}
 };
 
 // A warp's words of shared memory: the vector, and as many words for its squares or integers.

@@ -30,11 +30,8 @@ struct LaneShape {
   bool transforms = true;  // as in GenericShape
 
   explicit LaneShape(format::Split split)
-      : d(split.blocks * split.block), blocks(split.blocks), elements(d / LANES), pairs(split.block / (2 * LANES)) {
-    int log_block = 0;
-    while (1 << log_block < split.block) ++log_block;
-    norm = block_norm(log_block);
-  }
+      : d(split.blocks * split.block), blocks(split.blocks), elements(d / LANES), pairs(split.block / (2 * LANES)),
+        norm(block_norm(split)) {}
 };
 
 // fn(shape) for vectors of d = m * n channels: a LaneShape or a GenericShape.

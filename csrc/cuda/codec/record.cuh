@@ -23,20 +23,13 @@ struct RecordLayout {
   RecordLayout() = default;
   explicit RecordLayout(const format::Record& r)
       : head_dim(r.head_dim), octets(r.head_dim / 8), key_bits(r.key_bits), value_bits(r.value_bits),
-        page_shift(log2(r.page_size)), tile_shift(log2(r.tile_tokens())), record_bytes(r.record_bytes()),
-        tile_bytes(r.tile_bytes()), key_row_bytes(r.key_row_bytes()), key_plane_bytes(r.key_plane_bytes()),
-        value_block_bytes(r.value_block_bytes()), key_planes(r.key_planes()), value_blocks(r.value_blocks()),
-        key_scales(r.key_scales()), value_scales(r.value_scales()) {}
+        page_shift(format::log2_of(r.page_size)), tile_shift(format::log2_of(r.tile_tokens())),
+        record_bytes(r.record_bytes()), tile_bytes(r.tile_bytes()), key_row_bytes(r.key_row_bytes()),
+        key_plane_bytes(r.key_plane_bytes()), value_block_bytes(r.value_block_bytes()), key_planes(r.key_planes()),
+        value_blocks(r.value_blocks()), key_scales(r.key_scales()), value_scales(r.value_scales()) {}
 
   __host__ __device__ constexpr Width key_width() const { return format::as_width(key_bits); }
   __host__ __device__ constexpr Width value_width() const { return format::as_width(value_bits); }
-
- private:
-  static int log2(int n) {
-    int shift = 0;
-    while (1 << shift < n) ++shift;
-    return shift;
-  }
 };
 
 // A token of one head: its tile and its number in the tile. `tile` is null for a slot that holds no token.

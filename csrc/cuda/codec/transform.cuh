@@ -104,6 +104,7 @@ constexpr float block_norm(int log_n) {
   for (int i = 0; i < log_n / 2; ++i) norm /= 2;
   return static_cast<float>(norm);
 }
+constexpr float block_norm(format::Split split) { return block_norm(split.log_block()); }
 
 // Butterflies between channels of a lane, for distances FROM, 2 FROM, .. below TO.
 template <int FROM, int TO, int N>

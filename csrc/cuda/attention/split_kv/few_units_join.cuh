@@ -2,6 +2,8 @@
 // that the segment's last block joins with those of others in the same way.
 #pragma once
 
+#include <bit>
+
 #include "cuda/attention/split_kv/few_units.cuh"
 
 namespace turboquant::cuda::split_kv {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 
 #include "cuda/attention/operands.cuh"
 #include "cuda/attention/schedule.cuh"
@@ -42,8 +41,9 @@ struct StageLayout {
 
   StageLayout(const format::Record& r, int64_t page_stride, int element_bytes)
       : bytes(kStageTokens / r.tile_tokens() * r.tile_bytes()), stride(bytes + kBarrierBytes),
-        copies(kStageTokens / r.tile_tokens()), copy_shift(log2_of(r.tile_tokens())), copy_bytes(r.tile_bytes()),
-        unit_shift(log2_of(kUnitTokens / r.tile_tokens())), page_shift(log2_of(r.page_size)),
+        copies(kStageTokens / r.tile_tokens()), copy_shift(format::log2_of(r.tile_tokens())),
+        copy_bytes(r.tile_bytes()), unit_shift(format::log2_of(kUnitTokens / r.tile_tokens())),
+        page_shift(format::log2_of(r.page_size)),
         grain(static_cast<uint32_t>(std::min<int64_t>(kMostGrain, page_stride & -page_stride))),
         page_grains(static_cast<uint32_t>(page_stride / grain)), record_grains(r.record_bytes() / grain),
         tile_grains(r.tile_bytes() / grain), exact_keys(0), exact_bytes(2 * r.head_dim * element_bytes),
@@ -57,9 +57,6 @@ struct StageLayout {
     next_values = one_tile ? r.value_block_bytes() : r.tile_bytes();
     next_scales = one_tile ? 2 * format::kValueGroup : r.tile_bytes();
   }
-
- private:
-  static constexpr int log2_of(int power_of_two) { return std::countr_zero(static_cast<unsigned>(power_of_two)); }
 };
 
 // What blocks do that run before the previous kernel has ended (programmatic dependent launch).

@@ -12,7 +12,7 @@ namespace turboquant::cuda::split_kv {
 template <int D>
 struct RowLanes {
   static constexpr format::Split kSplit = format::split_dim(D);
-  static constexpr int kLog = std::countr_zero(static_cast<unsigned>(kSplit.block));
+  static constexpr int kLog = kSplit.log_block();
   static constexpr int kLanes = std::min(kSplit.block, 32);
   using Rotation = HadamardTraits<kSplit.blocks, kLog, kLanes, kSplit.block / kLanes>;
   static constexpr int kPerLane = Rotation::kPerLane;
