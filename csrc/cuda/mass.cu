@@ -44,10 +44,7 @@ void add_mass(const AttentionCall& c, const format::Record& record, const Tensor
   const AttentionArguments arguments(c, record);
   const Attention& a = arguments.call;
   const Device& device = device_of(c.q.get_device_index());
-  const format::Split split = format::split_dim(record.head_dim);
-  int log_block = 0;
-  while (1 << log_block < split.block) ++log_block;
-  const MassArguments m{.x = {a, RecordLayout(record), split, block_norm(log_block), 0, 0, 0},
+  const MassArguments m{.x = general::Arguments(a),
                         .lse = static_cast<const float*>(lse.data_ptr()),
                         .mass = static_cast<float*>(mass.data_ptr()),
                         .keys = mass.size(2),
@@ -59,9 +56,7 @@ void add_mass(const AttentionCall& c, const format::Record& record, const Tensor
   const int64_t keys = std::min<int64_t>(m.keys, int64_t{a.max_pages} * record.page_size);
   const bool launched = launch_any<false>(m, keys, device, launch.stream()) &&
                         ((!a.tail && !a.new_keys) || launch_any<true>(m, keys, device, launch.stream()));
-  STD_TORCH_CHECK(launched, "paged_mass of head_dim ", record.head_dim, " needs more shared memory than the ",
-                  device.facts.shared_per_block,
-                  " bytes that a block has on this device: supported there are up to 256");
+  if (!launched) refuse_head_dim("paged_mass", record.head_dim, device.facts);
 }
 
 }  // namespace

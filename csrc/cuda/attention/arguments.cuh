@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "calls/attention.h"
+#include "choices/device.h"
 #include "cuda/attention/call.cuh"
 #include "cuda/codec/arguments.cuh"
 #include "cuda/common/torch.cuh"
@@ -16,6 +17,12 @@ template <typename Call>
 void check_alignment(const Call& c) {
   check_aligned(c.cache, "cache");
   if (c.tail) check_aligned(*c.tail, "tail");
+}
+
+// Where even the smallest shape of a kernel is too large.
+[[noreturn]] inline void refuse_head_dim(const char* op, int head_dim, const DeviceFacts& device) {
+  STD_TORCH_CHECK(false, op, " of head_dim ", head_dim, " needs more shared memory than the ", device.shared_per_block,
+                  " bytes that a block has on this device: supported there are up to 256");
 }
 
 // The batch of `c`, a call of attention or of latent attention.

@@ -24,6 +24,7 @@
 
 #include <algorithm>
 
+#include "cuda/attention/arguments.cuh"
 #include "cuda/attention/general/kernel.cuh"
 #include "cuda/common/device_facts.cuh"
 #include "cuda/common/torch.cuh"
@@ -31,17 +32,10 @@
 namespace turboquant::cuda {
 namespace {
 
-using general::Arguments, general::Shape, general::SharedMemory;
+using general::Shape, general::SharedMemory;
 
 // The results of tokens that belong to no sequence are few in what engines call: only captured batches are padded.
 constexpr int kMostClearBlocks = 64;
-
-Arguments general_arguments(const Attention& a) {
-  const format::Split split = format::split_dim(a.record.head_dim);
-  int log_block = 0;
-  while (1 << log_block < split.block) ++log_block;
-  return {a, RecordLayout(a.record), split, block_norm(log_block), 0, 0, 0};
-}
 
 }  // namespace
 
@@ -82,12 +76,10 @@ bool GeneralLaunch::choose_small(const Attention& a, int most_shared) {
   return choose<Shape<1024, 1, 1, 4, 16, 1, false>>(a, most_shared);
 }
 
-GeneralLaunch::GeneralLaunch(const Attention& a, const DeviceFacts& device) : arguments_(general_arguments(a)) {
+GeneralLaunch::GeneralLaunch(const Attention& a, const DeviceFacts& device) : arguments_(a) {
   const int most = device.shared_per_block;
   const bool large = device.warpgroup_products ? choose_large<true>(a, most) : choose_large<false>(a, most);
-  STD_TORCH_CHECK(large || choose_small(a, most), "paged_attention of head_dim ", a.record.head_dim,
-                  " needs more shared memory than the ", most,
-                  " bytes that a block has on this device: supported there are up to 256");
+  if (!large && !choose_small(a, most)) refuse_head_dim("paged_attention", a.record.head_dim, device);
 }
 
 void GeneralLaunch::run(cudaStream_t stream) const {

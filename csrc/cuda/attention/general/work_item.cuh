@@ -6,6 +6,7 @@
 
 #include "cuda/attention/call.cuh"
 #include "cuda/codec/record.cuh"
+#include "cuda/codec/transform.cuh"
 #include "format.h"
 
 namespace turboquant::cuda::general {
@@ -14,9 +15,14 @@ struct Arguments {
   Attention a;
   RecordLayout layout;
   format::Split split;
-  float norm;                          // of the transform: 1 / sqrt(split.block)
-  int row_blocks;                      // thread blocks that share a sequence and KV head
-  unsigned work_blocks, clear_blocks;  // the last blocks of the grid clear the rows of tokens without a sequence
+  float norm;  // of the transform: 1 / sqrt(split.block)
+  // How the general kernel shares its work, 0 for others: thread blocks that share a sequence and KV head, all of them,
+  // and the last blocks of the grid, which clear the rows of tokens without a sequence.
+  int row_blocks = 0;
+  unsigned work_blocks = 0, clear_blocks = 0;
+
+  explicit Arguments(const Attention& call)
+      : a(call), layout(call.record), split(format::split_dim(call.record.head_dim)), norm(block_norm(split)) {}
 
   // Do the keys of this pass lack their center, so that each query's product with the center is added to its scores?
   // Codes are stored without it. From exact float32 keys it is subtracted here, because float16 then rounds them
