@@ -36,7 +36,7 @@ LinearLaunch::LinearLaunch(const Call& call, const format::WeightBlock& unit, bo
       entry_(find(unit, uniform, plan_.record.columns, device.facts.warpgroup_products)),
       quantises_first_(quantises_first(call, plan_)) {}
 
-int LinearLaunch::column_blocks() const { return divide_up(call_.columns, plan_.record.columns); }
+int LinearLaunch::column_blocks() const { return parts_of(call_.columns, plan_.record.columns); }
 int64_t LinearLaunch::record_bytes() const {
   return quantises_first_ ? int64_t{column_blocks()} * call_.groups * plan_.record.bytes() : 0;
 }

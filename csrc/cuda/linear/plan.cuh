@@ -11,7 +11,8 @@ namespace turboquant::cuda::linear {
 
 constexpr int kSumBytes = 512;  // of a warp's sums of a slab and a tile of columns
 
-inline int divide_up(int64_t x, int64_t y) { return static_cast<int>((x + y - 1) / y); }
+// x / each, rounded up: what is shared has fewer than 2^31 parts.
+inline int parts_of(int64_t x, int64_t each) { return static_cast<int>(divide_up(x, each)); }
 
 // What it costs that thread blocks share the channels of rows, as many units as could be read meanwhile: they write
 // their sums, count arrivals and wait for each other.
@@ -59,11 +60,11 @@ struct CostedPlan {
 inline CostedPlan plan_with(const Call& a, const format::WeightBlock& unit, int most_columns,
                             const DeviceFacts& facts) {
   Plan p{};
-  const int column_blocks = divide_up(a.columns, most_columns), columns = divide_up(a.columns, column_blocks);
+  const int column_blocks = parts_of(a.columns, most_columns), columns = parts_of(a.columns, column_blocks);
   const int tiles = tiles_of(columns), unit_bytes = unit.block_bytes();
   const RecordOfColumns record{unit.group, columns, tiles};
   p.record = record, p.unit_bytes = unit_bytes, p.has_subs = unit.sub > 0;
-  p.slabs = divide_up(a.n, format::kWeightRows);
+  p.slabs = parts_of(a.n, format::kWeightRows);
   const int room = facts.shared_per_block;
   // The smallest rings have a unit for each warp, or two where bulk copies fill them: one is copied while the other is
   // multiplied. A warp's sums may wait there for other warps, too.
@@ -75,23 +76,23 @@ inline CostedPlan plan_with(const Call& a, const format::WeightBlock& unit, int 
   const int blocks = std::max(facts.multiprocessors / column_blocks, 1);
   int64_t least = INT64_MAX;
   for (int parts = 1; parts <= a.groups; ++parts) {
-    const int groups = divide_up(a.groups, parts);
+    const int groups = parts_of(a.groups, parts);
     if (int64_t{groups} * record.bytes() > most_records && parts < a.groups) continue;
     const int row_blocks = std::min(p.slabs, std::max(blocks / parts, 1));
-    const int64_t cost = int64_t{divide_up(p.slabs, row_blocks)} * groups + (parts > 1 ? kJoinUnits : 0);
+    const int64_t cost = int64_t{parts_of(p.slabs, row_blocks)} * groups + (parts > 1 ? kJoinUnits : 0);
     if (cost < least) least = cost, p.parts = parts, p.row_blocks = row_blocks;
     if (parts >= blocks) break;
   }
   p.groups_of_part = Share(a.groups, p.parts), p.slabs_of_block = Share(p.slabs, p.row_blocks);
-  const int slabs = divide_up(p.slabs, p.row_blocks), groups = divide_up(a.groups, p.parts);
+  const int slabs = parts_of(p.slabs, p.row_blocks), groups = parts_of(a.groups, p.parts);
   p.warps_k = std::clamp(kWarps / slabs, 1, groups);
-  const int units = even ? divide_up(slabs * groups, kWarps) : divide_up(slabs, kWarps) * divide_up(groups, p.warps_k);
+  const int units = even ? parts_of(slabs * groups, kWarps) : parts_of(slabs, kWarps) * parts_of(groups, p.warps_k);
   const int working = even ? kWarps : std::min(kWarps, slabs * p.warps_k);
-  p.join = (kHeaderBytes + groups * record.bytes() + 127) / 128 * 128, p.ring = p.join + sums;
+  p.join = round_up(kHeaderBytes + groups * record.bytes(), 128), p.ring = p.join + sums;
   const int per_warp = (room - p.ring) / working;
   p.chunk = std::min({kCopyUnits, std::max(kCopyBytes / unit_bytes, 1), units, groups});
   while (p.chunk > 1 && 2 * p.chunk * unit_bytes > per_warp) --p.chunk;
-  const int copies = divide_up(units, p.chunk) + divide_up(units, groups), slot_bytes = p.chunk * unit_bytes;
+  const int copies = parts_of(units, p.chunk) + parts_of(units, groups), slot_bytes = p.chunk * unit_bytes;
   p.slots = std::max(std::min({copies, kMostSlots, per_warp / slot_bytes}), 1);
   p.ring_stride = p.slots * slot_bytes;
   if (!even && p.warps_k > 1) p.ring_stride = std::max(p.ring_stride, sum_bytes);

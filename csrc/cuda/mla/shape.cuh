@@ -196,18 +196,18 @@ struct Plan {
   Plan() = default;
   // Of key tiles; others have plan_of_row_tiles and plan_of_warp_tiles (shape.cuh in their folders).
   Plan(const format::LatentRecord& r, int block_rows, int shared_limit) {
-    const auto up = [](int n, int to) { return (n + to - 1) / to * to; };
     half_queries = false;
     kind = format::has_plane(r.width()) ? kPlanes : format::fits_nibble(r.width()) ? kNibbles : kBytes;
     planes = r.planes(), ropes = r.ropes(), scales = r.scales();
-    copy_bytes = r.tile_bytes(), tile_bytes = up(copy_bytes, 128), unit_bytes = kUnitTiles * tile_bytes;
+    copy_bytes = r.tile_bytes(), tile_bytes = round_up(copy_bytes, 128), unit_bytes = kUnitTiles * tile_bytes;
     query_bytes = block_rows * (r.latent_dim + r.rope_dim) * 2;
-    image_bytes = up(query_bytes + RowTable::bytes(block_rows), 128);
+    image_bytes = round_up(query_bytes + RowTable::bytes(block_rows), 128);
     const int weight_bytes = kWeightBuffers * block_rows * kUnitTokens * 2;
-    const int factor_bytes = up(kWeightBuffers * factors_of(block_rows) * 4, 128);
+    const int factor_bytes = round_up(kWeightBuffers * factors_of(block_rows) * 4, 128);
     const int exchange_bytes = (kExchanged + kState) * block_rows * 4;
     const int total_bytes = totals_in_memory(block_rows) ? block_rows / 8 * kWarpgroup * 16 : 0;
-    const int barrier_bytes = up((2 * kMaxStages + 2 * kWeightBuffers + 1) * 8, alignof(Segment));  // notes come next
+    const int barrier_bytes =
+        round_up((2 * kMaxStages + 2 * kWeightBuffers + 1) * 8, alignof(Segment));  // notes come next
     const int fixed = image_bytes + weight_bytes + factor_bytes + exchange_bytes + total_bytes + barrier_bytes + 256;
     stages = std::min((shared_limit - fixed) / unit_bytes, kMaxStages);
     queries = stages * unit_bytes;

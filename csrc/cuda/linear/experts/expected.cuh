@@ -17,7 +17,7 @@ inline double expected_pieces(const Pairs& pairs, int columns) {
   double probability = std::exp(-mean), pieces = 0;
   for (int count = 1; count <= 400; ++count) {
     probability *= mean / count;
-    pieces += probability * divide_up(count, columns);
+    pieces += probability * parts_of(count, columns);
   }
   return experts * pieces;
 }

@@ -28,7 +28,7 @@ inline Plan plan_of(const Call& a, const format::WeightBlock& unit, const Device
   for (const PieceCost& cost : kPieceCosts) {
     if (!has_kernel(cost.tiles, facts.warpgroup_products) || cost.tiles > most_tiles(facts)) continue;
     Plan p{};
-    p.unit_bytes = unit.block_bytes(), p.has_subs = unit.sub > 0, p.slabs = divide_up(a.n, format::kWeightRows);
+    p.unit_bytes = unit.block_bytes(), p.has_subs = unit.sub > 0, p.slabs = parts_of(a.n, format::kWeightRows);
     const auto fill_in = [&](int columns) {
       p.record = {a.group, columns, cost.tiles};
       const double pieces = expected_pieces(a.pairs, columns);
@@ -36,14 +36,14 @@ inline Plan plan_of(const Call& a, const format::WeightBlock& unit, const Device
       p.blocks = static_cast<int>(std::min<int64_t>(facts.multiprocessors, most));
       // As many slabs as a block has, or as of a piece, if that has fewer.
       const int slabs = std::max(1, std::min(p.slabs, static_cast<int>(std::ceil(pieces * p.slabs / p.blocks))));
-      p.warps_rows = divide_up(slabs, divide_up(slabs, kWarps));
+      p.warps_rows = parts_of(slabs, parts_of(slabs, kWarps));
       p.warps_k = std::min(kWarps / p.warps_rows, a.groups);
       p.groups_of_warp = Share(a.groups, p.warps_k);
       p.pairs = kHeaderBytes + a.groups * p.record.bytes();
       const int behind = p.pairs + static_cast<int>(sizeof(int)) * kTileColumns * cost.tiles;
       const bool few = a.pairs.count <= kMostArrangedPairs;
-      p.arranged = few ? (behind + 15) / 16 * 16 : 0;
-      p.join = ((few ? p.arranged + few_bytes(a.pairs.count) : behind) + 127) / 128 * 128;
+      p.arranged = few ? round_up(behind, 16) : 0;
+      p.join = round_up(few ? p.arranged + few_bytes(a.pairs.count) : behind, 128);
       p.ring = p.join + (p.warps_k > 1 ? kWarps * kSumBytes * cost.tiles : 0);
       return pieces * cost.cost;
     };
@@ -54,7 +54,7 @@ inline Plan plan_of(const Call& a, const format::WeightBlock& unit, const Device
     while (!fits() && columns > 1) total = fill_in(--columns);
     if (!fits() || total >= least) continue;
     const int per_warp = (facts.shared_per_block - p.ring) / kWarps / p.unit_bytes;
-    p.chunk = std::clamp(per_warp / 2, 1, std::min(kCopyUnits, divide_up(a.groups, p.warps_k)));
+    p.chunk = std::clamp(per_warp / 2, 1, std::min(kCopyUnits, parts_of(a.groups, p.warps_k)));
     p.slots = std::clamp(per_warp / p.chunk, 1, kMostSlots);
     p.ring_stride = p.slots * p.chunk * p.unit_bytes;
     p.bytes = p.ring + kWarps * p.ring_stride;

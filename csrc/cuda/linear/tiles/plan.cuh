@@ -11,8 +11,6 @@
 
 namespace turboquant::cuda::linear::tiles {
 
-inline int64_t round_up(int64_t x, int64_t to) { return int64_t{divide_up(x, to)} * to; }
-
 // What a worker costs, in microseconds on an H100 or H200: for each group of channels, for each part of a tile that
 // others have summed, and besides (to fill the ring, for results). They only decide which tiles are chosen.
 struct TileCost {
@@ -29,9 +27,9 @@ inline float choose_workers(const Call& a, int most, int64_t tiles, float group,
   float least = INFINITY;
   const int slices = static_cast<int>(tiles * a.groups);
   for (int workers = 1; workers <= std::min(most, slices); ++workers) {
-    const int each = divide_up(slices, workers);
+    const int each = parts_of(slices, workers);
     const bool even = slices % workers == 0, whole = even && each % a.groups == 0;
-    const int parts = divide_up(a.groups, each) + (whole || (even && a.groups % each == 0) ? 0 : 1);
+    const int parts = parts_of(a.groups, each) + (whole || (even && a.groups % each == 0) ? 0 : 1);
     const float cost =
         kWorkerCost + group * static_cast<float>(each) + part_cost(p.tokens) * static_cast<float>(parts - 1);
     if (cost < least) least = cost, p.workers = workers, p.whole_tiles = whole;
@@ -51,20 +49,20 @@ inline Plan plan_of(const Call& a, const DeviceFacts& facts, int most_workers) {
   Plan p{};
   float least = INFINITY;
   for (const TileCost& cost : kTileCosts) {
-    const int row_tiles = divide_up(a.n, kBlocks * slabs_of(cost.tokens) * format::kWeightRows);
+    const int row_tiles = parts_of(a.n, kBlocks * slabs_of(cost.tokens) * format::kWeightRows);
     const float group = format::levels_are_codes(a.block.width()) ? cost.byte_group : cost.group;
     Plan q{};
     q.tokens = cost.tokens, q.row_tiles = row_tiles;
     const float whole =
         a.has_experts()
             ? expect_tiles(a, most_workers, row_tiles * expected_pieces(a.pairs, cost.tokens), group, q)
-            : choose_workers(a, most_workers, int64_t{row_tiles} * divide_up(a.tokens, cost.tokens), group, q);
+            : choose_workers(a, most_workers, int64_t{row_tiles} * parts_of(a.tokens, cost.tokens), group, q);
     if (whole < least) least = whole, p = q;
   }
   const int slabs = slabs_of(p.tokens);
-  p.column_tiles = a.has_experts() ? static_cast<int>(most_pieces(a.pairs, p.tokens)) : divide_up(a.tokens, p.tokens);
+  p.column_tiles = a.has_experts() ? static_cast<int>(most_pieces(a.pairs, p.tokens)) : parts_of(a.tokens, p.tokens);
   const int room = facts.shared_per_block - kHeaderBytes, halves = a.block.group / kChannels;
-  p.stage_bytes = static_cast<int>(round_up(slabs * a.block.block_bytes() + halves * p.tokens * kRowBytes, 1024));
+  p.stage_bytes = round_up(slabs * a.block.block_bytes() + halves * p.tokens * kRowBytes, 1024);
   p.stages = std::min(room / p.stage_bytes, kMostStages);
   p.bytes = kHeaderBytes + p.stages * p.stage_bytes;
   return p;

@@ -95,13 +95,13 @@ struct Factors {
 template <class S>
 Plan plan_of_row_tiles(const format::LatentRecord& r, int shared_limit) {
   int next = S::kRingBytes;
-  const auto place = [&](int& at, int bytes) { at = next, next += (bytes + 127) / 128 * 128; };
+  const auto place = [&](int& at, int bytes) { at = next, next += round_up(bytes, 128); };
   Plan p{};
   p.half_queries = true;
   p.level_kind = level_kind_of(r.width(), false);
   p.planes = r.planes(), p.ropes = r.ropes(), p.scales = r.scales(), p.tile_bytes = r.tile_bytes();
   p.query_bytes = S::kRows * (S::kLatent + 64) * 2;
-  p.image_bytes = (p.query_bytes + RowTable::bytes(S::kRows) + 127) / 128 * 128;
+  p.image_bytes = round_up(p.query_bytes + RowTable::bytes(S::kRows), 128);
   place(p.queries, p.image_bytes);
   p.rows = p.queries + p.query_bytes;
   place(p.weights, kWeightBuffers * S::kWeightBytes);

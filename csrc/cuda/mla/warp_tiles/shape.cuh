@@ -46,11 +46,11 @@ Plan plan_of_warp_tiles(const Latents& call) {
   p.level_kind = level_kind_of(r.width(), !call.levels);
   p.planes = r.planes(), p.ropes = r.ropes(), p.scales = r.scales(), p.tile_bytes = r.tile_bytes();
   p.query_bytes = S::kRows * (S::kLatent + 64) * 2;
-  p.image_bytes = (p.query_bytes + RowTable::bytes(S::kRows) + 127) / 128 * 128;
+  p.image_bytes = round_up(p.query_bytes + RowTable::bytes(S::kRows), 128);
   const int room = std::max(S::kTileBytes, has_exact ? exact_bytes(call.channels(), S::kRows) : 0);
-  p.queries = (room + 127) / 128 * 128;  // what lies before it is free while the block looks for its work
+  p.queries = round_up(room, 128);  // what lies before it is free while the block looks for its work
   p.tables = p.queries;
-  p.notes = p.tables + (kLevelCodes + 127) / 128 * 128;
+  p.notes = p.tables + round_up(kLevelCodes, 128);
   p.bytes = p.notes + static_cast<int>(sizeof(Notes));
   return p;
 }
