@@ -21,6 +21,11 @@ struct WeightBlocks {
   __device__ __forceinline__ int64_t row(int inside) const { return tile() * format::kWeightRows + inside; }
   __device__ __forceinline__ int64_t vector(int inside) const { return row(inside) * groups + group(); }
 };
+// Of a checked call: Shape is the WeightShape of its checks, whose header kernels do not include.
+template <typename Shape>
+WeightBlocks blocks_of(const Shape& shape) {
+  return {shape.block, shape.n, static_cast<int>(shape.groups())};
+}
 
 // A block taken apart. Rows that the weight does not have are zero.
 struct SharedRows {

@@ -41,8 +41,6 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // ---- Ops ------------------------------------------------------------------------------------------------------------
 
-WeightBlocks blocks_of(const WeightShape& shape) { return {shape.block, shape.n, static_cast<int>(shape.groups())}; }
-
 std::tuple<Tensor, Tensor, Tensor> weight_unpack(const WeightUnpackCall& c) {
   const WeightShape shape = check_weight_unpack(c);
   auto result = new_unpacked_weight(c.packed, shape);

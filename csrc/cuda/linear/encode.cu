@@ -213,8 +213,6 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // ---- Ops ------------------------------------------------------------------------------------------------------------
 
-WeightBlocks blocks_of(const WeightShape& shape) { return {shape.block, shape.n, static_cast<int>(shape.groups())}; }
-
 Tensor weight_encode(const WeightEncodeCall& c) {
   const WeightShape shape = check_weight_encode(c);
   const Codebook book =
