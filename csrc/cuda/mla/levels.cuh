@@ -10,7 +10,7 @@ constexpr int kLevelCodes = 32;  // of the largest table
 
 // The byte of a code in its table: its level and, of codes in the lower half, whose levels are negative, 128 more. Of 3
 // bits all have 128 more. levels: [2^bits] or null, the uniform grid
-__device__ __forceinline__ uint8_t table_byte(const int8_t* levels, format::Width width, int code) {
+__device__ __forceinline__ uint8_t level_table_byte(const int8_t* levels, format::Width width, int code) {
   const int codes = 1 << format::num_bits(width);
   if (format::levels_are_codes(width) || code >= codes) return 0;
   const int level = levels ? levels[code] : format::uniform_level(width, code);

@@ -621,8 +621,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     barriers_ready();
   }
   if (threadIdx.x < 16) {
-    notes.key_table[threadIdx.x] = table_byte(a.key_levels, a.record.key_width(), threadIdx.x);
-    notes.value_table[threadIdx.x] = table_byte(a.value_levels, a.record.value_width(), threadIdx.x);
+    notes.key_table[threadIdx.x] = nibble_table_byte(a.key_levels, a.record.key_width(), threadIdx.x);
+    notes.value_table[threadIdx.x] = nibble_table_byte(a.value_levels, a.record.value_width(), threadIdx.x);
   }
   copy_signs<S>(a, plan, shared);
   __syncthreads();

@@ -55,9 +55,12 @@ struct Tables {
 };
 // The byte of a code in its table; 0 where there is none, because codes are no nibbles or there are fewer of them.
 // levels: [2^bits] or null, the uniform grid
-__device__ __forceinline__ int8_t table_byte(const int8_t* levels, format::Width width, int code) {
+__device__ __forceinline__ int8_t nibble_table_byte(const int8_t* levels, format::Width width, int code) {
   const int codes = 1 << format::num_bits(width);
   if (format::levels_are_codes(width) || format::has_fifth_bit(width) || code >= codes) return 0;
+  // What format::uniform_level says, whose case of 8 bits the compiler would keep.
+  static_assert(format::uniform_level(format::Width::k3, 5) == 2 * 5 - 7);
+  static_assert(format::uniform_level(format::Width::k4, 5) == 2 * 5 - 15);
   const int level = levels ? levels[code] : 2 * code - (codes - 1);
   return static_cast<int8_t>(code < 8 ? level + 128 : level);
 }

@@ -32,7 +32,7 @@ class RowRoles {
     if (threadIdx.x < kLevelCodes) {
       const Latents& x = block_.call;
       reinterpret_cast<uint8_t*>(block_.shared + block_.plan.tables)[threadIdx.x] =
-          table_byte(x.levels, x.record.width(), threadIdx.x);
+          level_table_byte(x.levels, x.record.width(), threadIdx.x);
     }
   }
   __device__ __forceinline__ uint64_t* prepared() const { return &barriers_.prepared; }

@@ -122,7 +122,7 @@ class WarpRoles {
   __device__ __forceinline__ void begin() const {
     const Latents& x = block_.call;
     for (int i = threadIdx.x; i < kLevelCodes; i += S::kThreads) {
-      (block_.shared + block_.plan.tables)[i] = table_byte(x.levels, x.record.width(), i);
+      (block_.shared + block_.plan.tables)[i] = level_table_byte(x.levels, x.record.width(), i);
     }
   }
 
