@@ -56,16 +56,16 @@ bool fits_three_tiles(const Attention& a) {
 }
 
 // How the kernel expands codes that choose_attention lets through.
-Kind kind_of(format::Width width, bool table) {
+ExpansionKind kind_of(format::Width width, bool table) {
   switch (width) {
     case format::Width::k1: break;
-    case format::Width::k2: return kPairs;
-    case format::Width::k3: return kSpread;
-    case format::Width::k4: return table ? kLevels : kNibbles;
-    case format::Width::k5: return kPlanes;
+    case format::Width::k2: return ExpansionKind::kPairs;
+    case format::Width::k3: return ExpansionKind::kSpread;
+    case format::Width::k4: return table ? ExpansionKind::kLevels : ExpansionKind::kNibbles;
+    case format::Width::k5: return ExpansionKind::kPlanes;
     case format::Width::k8: break;
   }
-  return kBytes;
+  return ExpansionKind::kBytes;
 }
 
 // The instance of a head_dim.

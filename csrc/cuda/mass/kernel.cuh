@@ -264,7 +264,7 @@ class MassBlock {
     return !EXACT && a_.record.key_width() == format::Width::k4 && !a_.key_levels;
   }
   __device__ __forceinline__ float key_unit() const {
-    return format::kLevelUnit * (by_nibbles() ? step_of(row_tiles::kNibbles) : 1.0f);
+    return format::kLevelUnit * (by_nibbles() ? step_of(row_tiles::ExpansionKind::kNibbles) : 1.0f);
   }
   static __device__ __forceinline__ uint4 in_nibble_order(const uint4& x) {
     return {select_bytes(x.x, x.z, 0x5410), select_bytes(x.x, x.z, 0x7632), select_bytes(x.y, x.w, 0x5410),
@@ -299,7 +299,7 @@ class MassBlock {
     const row_tiles::Tables none(reinterpret_cast<const int8_t*>(&levels_.keys));  // is not looked at
     multiply_octets(stage, x, [&](const uint8_t* row, const uint8_t*, int o) {
       __half2 pair[4];
-      row_tiles::expand<row_tiles::kNibbles>(reinterpret_cast<const uint32_t*>(row)[o], 0, none, pair);
+      row_tiles::expand<row_tiles::ExpansionKind::kNibbles>(reinterpret_cast<const uint32_t*>(row)[o], 0, none, pair);
       return uint4{row_tiles::as_word(pair[0]), row_tiles::as_word(pair[1]), row_tiles::as_word(pair[2]),
                    row_tiles::as_word(pair[3])};
     });

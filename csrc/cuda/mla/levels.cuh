@@ -20,7 +20,7 @@ __device__ __forceinline__ uint8_t level_table_byte(const int8_t* levels, format
 // What pairs of a kind are multiplied by to be levels.
 __device__ __forceinline__ float level_step(LevelKind kind) {
   const bool uniform = kind == LevelKind::kUniformFour || kind == LevelKind::kUniformFive;
-  return uniform ? cuda::row_tiles::step_of(cuda::row_tiles::kNibbles) : 1;
+  return uniform ? cuda::row_tiles::step_of(cuda::row_tiles::ExpansionKind::kNibbles) : 1;
 }
 
 // Pairs (i, i + 4), i = 0..3, of eight codes, as levels divided by level_step.
@@ -36,13 +36,13 @@ class LevelPairs {
   __device__ __forceinline__ void expand(uint32_t w, uint32_t plane, Pairs& to) const {
     namespace shared = cuda::row_tiles;
     if constexpr (KIND == LevelKind::kThreeBits) {
-      shared::expand<shared::kSpread>(w & 0x77777777, 0, lower_, to);
+      shared::expand<shared::ExpansionKind::kSpread>(w & 0x77777777, 0, lower_, to);
     } else if constexpr (KIND == LevelKind::kFourBits) {
-      shared::expand<shared::kLevels>(w, 0, lower_, to);
+      shared::expand<shared::ExpansionKind::kLevels>(w, 0, lower_, to);
     } else if constexpr (KIND == LevelKind::kUniformFour) {
-      shared::expand<shared::kNibbles>(w, 0, lower_, to);
+      shared::expand<shared::ExpansionKind::kNibbles>(w, 0, lower_, to);
     } else if constexpr (KIND == LevelKind::kUniformFive) {
-      shared::expand<shared::kPlanes>(w, plane, lower_, to);
+      shared::expand<shared::ExpansionKind::kPlanes>(w, plane, lower_, to);
     } else {
       static_assert(KIND == LevelKind::kFiveBits);
       const uint32_t codes = select_bytes(w, 0, 0x3120);  // nibbles 0 1 4 5 2 3 6 7

@@ -23,7 +23,7 @@ class QueryBytes {
   static constexpr int kPerLane = Rotation::kPerLane;
 
  public:
-  __device__ __forceinline__ QueryBytes(uint8_t* memory, Kind kind, int row, int lane)
+  __device__ __forceinline__ QueryBytes(uint8_t* memory, OperandKind kind, int row, int lane)
       : memory_(memory + byte_place(row)), kind_(kind), lane_(lane) {}
 
   // y: integers of 16 bits
@@ -32,7 +32,7 @@ class QueryBytes {
     for (int i = 0; i < kPerLane; i += 4) {
       const int channel = Rotation::channel(lane_, i / 4);
       const int high[4] = {y[i] + 128, y[i + 1] + 128, y[i + 2] + 128, y[i + 3] + 128};  // in bits 8 to 15
-      if (kind_ == kBytes) {
+      if (kind_ == OperandKind::kBytes) {
         uint8_t* to = place(channel);
         *reinterpret_cast<uint32_t*>(to) = second_bytes(high[0], high[1]) | second_bytes(high[2], high[3]) << 16;
         *reinterpret_cast<uint32_t*>(to + 16) = first_bytes(y[i], y[i + 1]) | first_bytes(y[i + 2], y[i + 3]) << 16;
@@ -56,7 +56,7 @@ class QueryBytes {
   }
 
   uint8_t* memory_;
-  Kind kind_;
+  OperandKind kind_;
   int lane_;
 };
 
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(32 * kImageRows)
   uint8_t* image = plan.images + int64_t{segment} * plan.image_bytes;
   if (lane == 0) {
     const RowTable table(image + plan.query_bytes, rows);
-    const Kind kind = plan.kind;
+    const OperandKind kind = plan.kind;
     const float step = plan.half_queries ? 1 : level_step(kind), offset = plan.half_queries ? 0 : level_offset(kind);
     const float scale = step * format::kLevelUnit * (most <= kLeastQuery ? 0 : most / largest);
     const RowSight sight =

@@ -17,7 +17,7 @@ namespace turboquant::cuda::mla {
 using namespace roles;
 
 // How codes become operands (mla/key_tiles/expansion.cuh). All are of uniform grids.
-enum Kind : int {
+enum class OperandKind : int {
   kNibbles,  // 4 bits
   kPlanes,   // 5 bits: nibbles, and a plane of fifth bits
   kBytes,    // 8 bits
@@ -89,27 +89,29 @@ struct LongSegment {
 };
 
 // Sizes that depend on how codes are stored. R: channels of a latent.
-template <int R, Kind KIND>
+template <int R, OperandKind KIND>
 struct Codes {
-  static constexpr Kind kKind = KIND;
-  static constexpr int kRowBytes = KIND == kBytes ? R : R / 2;
-  static constexpr int kPlaneBytes = KIND == kPlanes ? R / 8 : 0;
+  static constexpr OperandKind kKind = KIND;
+  static constexpr int kRowBytes = KIND == OperandKind::kBytes ? R : R / 2;
+  static constexpr int kPlaneBytes = KIND == OperandKind::kPlanes ? R / 8 : 0;
   static constexpr int kChunks = kRowBytes / 16;  // of 16 bytes in a row of codes
   static constexpr int kChunkChannels = R / kChunks;
 };
 // level = level_step * code - level_offset. Signed bytes are levels.
-__device__ __forceinline__ float level_step(Kind kind) { return kind == kBytes ? 1 : 2; }
-__device__ __forceinline__ float level_offset(Kind kind) { return kind == kBytes ? 0 : kind == kPlanes ? 31 : 15; }
+__device__ __forceinline__ float level_step(OperandKind kind) { return kind == OperandKind::kBytes ? 1 : 2; }
+__device__ __forceinline__ float level_offset(OperandKind kind) {
+  return kind == OperandKind::kBytes ? 0 : kind == OperandKind::kPlanes ? 31 : 15;
+}
 
 // f(Codes) for a kind known at run time. Little else depends on the kind, so that one kernel has all other code once.
 template <int R, typename F>
-__device__ __forceinline__ void with_codes(Kind kind, F&& f) {
-  if (kind == kNibbles) {
-    f(Codes<R, kNibbles>{});
-  } else if (kind == kPlanes) {
-    f(Codes<R, kPlanes>{});
+__device__ __forceinline__ void with_codes(OperandKind kind, F&& f) {
+  if (kind == OperandKind::kNibbles) {
+    f(Codes<R, OperandKind::kNibbles>{});
+  } else if (kind == OperandKind::kPlanes) {
+    f(Codes<R, OperandKind::kPlanes>{});
   } else {
-    f(Codes<R, kBytes>{});
+    f(Codes<R, OperandKind::kBytes>{});
   }
 }
 
@@ -168,7 +170,7 @@ struct Plan {
   int planes, ropes, scales, tile_bytes;  // of a tile of the record
   int queries, rows, weights, factors, barriers, notes, bytes;
   // Of key tiles: the ring of units.
-  Kind kind;
+  OperandKind kind;
   int copy_bytes;  // of a tile; tile_bytes is a multiple of 128
   int stages, unit_bytes, exchange, totals;
   // How row tiles and warp tiles expand codes, and where the tables for it are.
@@ -197,7 +199,9 @@ struct Plan {
   // Of key tiles; others have plan_of_row_tiles and plan_of_warp_tiles (shape.cuh in their folders).
   Plan(const format::LatentRecord& r, int block_rows, int shared_limit) {
     half_queries = false;
-    kind = format::has_plane(r.width()) ? kPlanes : format::fits_nibble(r.width()) ? kNibbles : kBytes;
+    kind = format::has_plane(r.width())     ? OperandKind::kPlanes
+           : format::fits_nibble(r.width()) ? OperandKind::kNibbles
+                                            : OperandKind::kBytes;
     planes = r.planes(), ropes = r.ropes(), scales = r.scales();
     copy_bytes = r.tile_bytes(), tile_bytes = round_up(copy_bytes, 128), unit_bytes = kUnitTiles * tile_bytes;
     query_bytes = block_rows * (r.latent_dim + r.rope_dim) * 2;

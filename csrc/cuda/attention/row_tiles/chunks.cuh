@@ -426,8 +426,7 @@ class TileExpander : UnitExpander<S> {
     const int key_exponent = exponent_of(max_of_lanes(most_key));
     info.value_exponent = exponent_of(max_of_lanes(most_value)), info.key_factor = power_of_two(key_exponent);
     const int exponent = values() ? info.value_exponent : key_exponent;
-    const float factor =
-        power_of_two(-exponent) * step_of(static_cast<Kind>(values() ? plan_.value_kind : plan_.key_kind));
+    const float factor = power_of_two(-exponent) * step_of(values() ? plan_.value_kind : plan_.key_kind);
 #pragma unroll
     for (int i = 0; i < 2 * kUnits; ++i) {
       const uint16_t scale = static_cast<uint16_t>(values() ? of_values[i] : of_keys[i]);

@@ -171,7 +171,7 @@ class Consumer {
     lay_out([&](int i, int j) { return words[i][j]; });
   }
   __device__ __forceinline__ void rotate_queries(QueryWords& words) {
-    const bool pairs = plan_.key_kind == kPairs;
+    const bool pairs = plan_.key_kind == ExpansionKind::kPairs;
     const int d = a_.record.head_dim;
     const format::Channels channels = a_.channels.of_head(item_->head, d);
     const Octets<kD> rows[2] = {{query_row(0), t_, d}, {query_row(1), t_, d}};

@@ -12,7 +12,7 @@
 
 namespace turboquant::cuda::row_tiles {
 
-enum Kind : int {
+enum class ExpansionKind : int {
   kPairs,    // 2 bits: fields of two bits, which two words of nibbles share
   kSpread,   // 3 bits: nibbles whose spare bits hold every fourth word
   kNibbles,  // 4 bits of a uniform grid
@@ -42,7 +42,9 @@ __device__ __forceinline__ uint32_t masked_xor(uint32_t x, uint32_t y) {
 }
 
 // What a half2 of `expand` is multiplied by to be a level.
-constexpr float step_of(Kind kind) { return kind == kNibbles || kind == kPlanes ? 1.0f / 8 : 1.0f; }
+constexpr float step_of(ExpansionKind kind) {
+  return kind == ExpansionKind::kNibbles || kind == ExpansionKind::kPlanes ? 1.0f / 8 : 1.0f;
+}
 
 // Tables as bytes: levels of codes 0-7 plus 128, and of codes 8-15 without it. (Levels of the lower half are negative
 // and those of the upper half are not, so that both are below 128.)
@@ -67,14 +69,14 @@ __device__ __forceinline__ int8_t nibble_table_byte(const int8_t* levels, format
 
 // Pairs (i, i + 4), i = 0..3, of the eight nibbles of `w`, as levels divided by step_of. plane: kPlanes only, the fifth
 // bit of nibble i at 8 (i / 2) + i % 2.
-template <Kind KIND>
+template <ExpansionKind KIND>
 __device__ __forceinline__ void expand(uint32_t w, uint32_t plane, const Tables& t, __half2 (&to)[4]) {
   uint32_t x[4];
-  if constexpr (KIND == kNibbles || KIND == kPlanes) {
+  if constexpr (KIND == ExpansionKind::kNibbles || KIND == ExpansionKind::kPlanes) {
     constexpr uint32_t kMask = 0x00F000F0;
     x[0] = masked_or<kMask>(w << 4, kMagic), x[1] = masked_or<kMask>(w, kMagic);
     x[2] = masked_or<kMask>(w >> 4, kMagic), x[3] = masked_or<kMask>(w >> 8, kMagic);
-    if constexpr (KIND == kPlanes) {
+    if constexpr (KIND == ExpansionKind::kPlanes) {
       constexpr uint32_t kFifth = 0x01000100;
       x[0] = masked_or<kFifth>(plane << 8, x[0]), x[1] = masked_or<kFifth>(plane << 7, x[1]);
       x[2] = masked_or<kFifth>(plane, x[2]), x[3] = masked_or<kFifth>(plane >> 1, x[3]);
@@ -82,20 +84,22 @@ __device__ __forceinline__ void expand(uint32_t w, uint32_t plane, const Tables&
   } else {
     const uint32_t codes = select_bytes(w, 0, 0x3120);  // nibbles 0 1 4 5 2 3 6 7
     uint32_t low = select_bytes(t.low0, t.low1, codes), high = select_bytes(t.low0, t.low1, codes >> 16);
-    if constexpr (KIND == kLevels) {
+    if constexpr (KIND == ExpansionKind::kLevels) {
       const uint32_t upper = codes ^ 0x88888888;
       low |= select_bytes(t.high0, t.high1, upper), high |= select_bytes(t.high0, t.high1, upper >> 16);
     }
     x[0] = select_bytes(low, kMagic, 0x5250), x[1] = select_bytes(low, kMagic, 0x5351);
     x[2] = select_bytes(high, kMagic, 0x5250), x[3] = select_bytes(high, kMagic, 0x5351);
-    if constexpr (KIND == kLevels) {
+    if constexpr (KIND == ExpansionKind::kLevels) {
       constexpr uint32_t kUpper = 0x00800080;
       x[0] = masked_or<kUpper>(w << 4, x[0]), x[1] = masked_or<kUpper>(w, x[1]);
       x[2] = masked_or<kUpper>(w >> 4, x[2]), x[3] = masked_or<kUpper>(w >> 8, x[3]);
     }
   }
   // 1024 and: 8 * 15, 8 * 31, or the 128 of the tables
-  constexpr float kAdded = 1024.0f + (KIND == kNibbles ? 120.0f : KIND == kPlanes ? 248.0f : 128.0f);
+  constexpr float kAdded = 1024.0f + (KIND == ExpansionKind::kNibbles  ? 120.0f
+                                      : KIND == ExpansionKind::kPlanes ? 248.0f
+                                                                       : 128.0f);
   const __half2 added = __float2half2_rn(kAdded);
 #pragma unroll
   for (int i = 0; i < 4; ++i) to[i] = __hsub2(as_halves(x[i]), added);

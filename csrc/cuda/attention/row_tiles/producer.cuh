@@ -186,10 +186,10 @@ class Producer : UnitExpander<S> {
     const int value_exponent = exponent_of(max_of_lanes(max(values[0] & 0x7FFF, values[1] & 0x7FFF)));
     float factor;
     if constexpr (VALUES) {
-      factor = power_of_two(-value_exponent) * step_of(static_cast<Kind>(plan_.value_kind));
+      factor = power_of_two(-value_exponent) * step_of(plan_.value_kind);
     } else {
       const int e = exponent_of(max_of_lanes(max(keys[0] & 0x7FFF, keys[1] & 0x7FFF)));
-      factor = power_of_two(-e) * step_of(static_cast<Kind>(plan_.key_kind));
+      factor = power_of_two(-e) * step_of(plan_.key_kind);
       info_.key_factor = power_of_two(e), info_.value_exponent = value_exponent;
     }
     __syncwarp();

@@ -95,7 +95,7 @@ __device__ __forceinline__ void copy_signs(const Attention& a, const Plan& plan,
   const auto bits = [](float sign) { return static_cast<uint16_t>(sign < 0 ? 0x8000 : 0); };
 #pragma unroll 1
   for (int p = static_cast<int>(threadIdx.x); p < S::kDim; p += static_cast<int>(blockDim.x)) {
-    to[p] = bits(a.key_signs[min(channel_at(plan.key_kind == kPairs, p / 8, p % 8 / 2, p % 2), last)]);
+    to[p] = bits(a.key_signs[min(channel_at(plan.key_kind == ExpansionKind::kPairs, p / 8, p % 8 / 2, p % 2), last)]);
     to[S::kDim + p] = bits(a.value_signs[min(p, last)]);
   }
 }

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "cuda/attention/call.cuh"
+#include "cuda/attention/row_tiles/expansion.cuh"
 #include "cuda/codec/record.cuh"
 #include "cuda/common/wgmma.cuh"
 
@@ -144,10 +145,10 @@ struct Plan {
   int queries, scales, signs, notes, raw;  // where they start in shared memory, behind the tiles
   int bytes;                               // of shared memory
   Divisor group;                           // query heads of a KV head
-  int key_kind, value_kind;                // see expansion.cuh
-  int least_rows;                          // sequences with fewer rows belong to another kernel
-  int prompts_apart;                       // 1: so do those without older keys, or whose older tokens are gathered
-  int clears;                              // 1: fills the results of tokens behind the last sequence
+  ExpansionKind key_kind, value_kind;
+  int least_rows;     // sequences with fewer rows belong to another kernel
+  int prompts_apart;  // 1: so do those without older keys, or whose older tokens are gathered
+  int clears;         // 1: fills the results of tokens behind the last sequence
   ChunksPlan chunks;
   float* states;       // [tiles of rows, kStateFloats] what the kernel of chunks keeps, see ChunkConsumer::save_state
   int* first_states;   // [seqs] number of a sequence's first one; -1: it is not long. Null: none is

@@ -30,8 +30,8 @@ class UnitExpander {
   // kind: of codes, as the plan has it. scales: __half [64], of the unit's tokens in the order of their places. tile:
   // the row of its first key, or that of channel 0.
   template <bool VALUES>
-  __device__ __forceinline__ void expand_unit(int kind, const uint8_t* unit, const __half* scales, const Tables& tables,
-                                              uint8_t* tile) const {
+  __device__ __forceinline__ void expand_unit(ExpansionKind kind, const uint8_t* unit, const __half* scales,
+                                              const Tables& tables, uint8_t* tile) const {
     const auto expand_as = [&](auto kind) {
       if (r_.head_dim != S::kDim) {
         expand<VALUES, kind, true>(unit, scales, tables, tile);
@@ -39,15 +39,16 @@ class UnitExpander {
         expand<VALUES, kind, false>(unit, scales, tables, tile);
       }
     };
+    using enum ExpansionKind;
     switch (kind) {
-      case kPairs: return expand_as(std::integral_constant<Kind, kPairs>{});
-      case kSpread: return expand_as(std::integral_constant<Kind, kSpread>{});
-      case kNibbles: return expand_as(std::integral_constant<Kind, kNibbles>{});
+      case kPairs: return expand_as(std::integral_constant<ExpansionKind, kPairs>{});
+      case kSpread: return expand_as(std::integral_constant<ExpansionKind, kSpread>{});
+      case kNibbles: return expand_as(std::integral_constant<ExpansionKind, kNibbles>{});
       case kPlanes:
-        if constexpr (!VALUES) expand_as(std::integral_constant<Kind, kPlanes>{});
+        if constexpr (!VALUES) expand_as(std::integral_constant<ExpansionKind, kPlanes>{});
         return;
-      case kLevels: return expand_as(std::integral_constant<Kind, kLevels>{});
-      default: return expand_as(std::integral_constant<Kind, kBytes>{});
+      case kLevels: return expand_as(std::integral_constant<ExpansionKind, kLevels>{});
+      default: return expand_as(std::integral_constant<ExpansionKind, kBytes>{});
     }
   }
 
@@ -63,7 +64,7 @@ class UnitExpander {
 
  private:
   // PADDED: there are fewer than S::kDim channels
-  template <bool VALUES, Kind KIND, bool PADDED>
+  template <bool VALUES, ExpansionKind KIND, bool PADDED>
   __device__ __forceinline__ void expand(const uint8_t* unit, const __half* scales, const Tables& tables,
                                          uint8_t* tile) const {
     if constexpr (VALUES) {
@@ -75,12 +76,18 @@ class UnitExpander {
 
   // The keys of a unit; scales: of its keys, in the order of its places. Eight lanes share a token and expand 64 of its
   // channels at a time, eight each. Behind the last octet of a padded key they expand that one again.
-  template <Kind KIND, bool PADDED>
+  template <ExpansionKind KIND, bool PADDED>
   __device__ __forceinline__ void expand_keys(const uint8_t* unit, const __half* scales, const Tables& tables,
                                               uint8_t* tile) const {
     // Bits of a code in a row, and octets of channels that share words
-    constexpr int kBits = KIND == kBytes ? 8 : KIND == kPairs ? 2 : KIND == kSpread ? 3 : 4;
-    constexpr int kShare = KIND == kPairs ? 2 : KIND == kSpread ? 4 : 1, kWords = kShare * kBits / 4;
+    constexpr int kBits = KIND == ExpansionKind::kBytes    ? 8
+                          : KIND == ExpansionKind::kPairs  ? 2
+                          : KIND == ExpansionKind::kSpread ? 3
+                                                           : 4;
+    constexpr int kShare = KIND == ExpansionKind::kPairs    ? 2
+                           : KIND == ExpansionKind::kSpread ? 4
+                                                            : 1,
+                  kWords = kShare * kBits / 4;
     constexpr int kChunks = S::kDim / 64;
     const int row = PADDED ? r_.key_row_bytes : S::kDim / 8 * kBits;
     const int plane = PADDED ? r_.key_plane_bytes : S::kDim / 8;
@@ -107,14 +114,14 @@ class UnitExpander {
         for (int c = 0; c < kChunks; ++c) {
           const int o = octet_of(c), before = PADDED ? 0 : c;  // octet, and whole chunks before it
           const uint8_t* const at = from + o / kShare * (kShare * kBits) + 4 * i * row + before * (8 * kBits);
-          if constexpr (KIND == kBytes) {
+          if constexpr (KIND == ExpansionKind::kBytes) {
             const uint2 two = *reinterpret_cast<const uint2*>(at);
             w[i][c][0] = two.x, w[i][c][1] = two.y;
           } else {
 #pragma unroll
             for (int n = 0; n < kWords; ++n) w[i][c][n] = reinterpret_cast<const uint32_t*>(at)[n];
           }
-          if constexpr (KIND == kPlanes) {
+          if constexpr (KIND == ExpansionKind::kPlanes) {
             fifth[i][c] = *reinterpret_cast<const uint32_t*>(planes + o / 4 * 4 + 4 * i * plane + before * 8);
           }
         }
@@ -130,11 +137,11 @@ class UnitExpander {
           const auto& word = w[i][c];
           const int o = octet_of(c);
           __half2 y[4];
-          if constexpr (KIND == kBytes) {
+          if constexpr (KIND == ExpansionKind::kBytes) {
             expand_bytes(word[0], word[1], y);
-          } else if constexpr (KIND == kPairs) {
+          } else if constexpr (KIND == ExpansionKind::kPairs) {
             row_tiles::expand<KIND>(word[0] >> (o % 2 * 2) & 0x33333333, 0, tables, y);
-          } else if constexpr (KIND == kSpread) {
+          } else if constexpr (KIND == ExpansionKind::kSpread) {
             const uint32_t codes = in_half_group(o) ? half_spread_word(word[0], word[1], o % 4)
                                                     : spread_word(word[0], word[1], word[2], o % 4);
             row_tiles::expand<KIND>(codes, 0, tables, y);
@@ -169,12 +176,12 @@ class UnitExpander {
   // The values of a unit. A lane expands words of its channels for half of the tokens at a time, of which it has eight:
   // a word of 16 bytes of a row. Lanes with odd g begin with the other half, so that eight lanes that store at once
   // never meet in a bank.
-  template <Kind KIND, bool PADDED>
+  template <ExpansionKind KIND, bool PADDED>
   __device__ __forceinline__ void expand_values(const uint8_t* unit, const __half* scales, const Tables& tables,
                                                 uint8_t* tile) const {
     // The lane's words in a value block, of eight codes (or four bytes) each, that are expanded at once; the channels
     // of a word, which eight lanes share
-    constexpr int kWords = 4, kChannels = KIND == kBytes ? 8 : 16;
+    constexpr int kWords = 4, kChannels = KIND == ExpansionKind::kBytes ? 8 : 16;
     const int turns = PADDED ? ceil_div(r_.head_dim, kWords * kChannels) : S::kDim / (kWords * kChannels);
     const int g = lane_ / 4, q = lane_ % 4, next = r_.tile_shift == 4 ? r_.tile_bytes : r_.value_block_bytes;
 #pragma unroll 1
@@ -193,16 +200,16 @@ class UnitExpander {
       };
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        if constexpr (KIND == kBytes) {
+        if constexpr (KIND == ExpansionKind::kBytes) {
           __half2 x[2], y[2];
           expand_bytes(a[i], x), expand_bytes(b[i], y);
           store(8 * i, x[0], x[1], y[0], y[1]);
         } else {
           __half2 x[4], y[4];
           row_tiles::expand<KIND>(a[i], 0, tables, x), row_tiles::expand<KIND>(b[i], 0, tables, y);
-          const int row = KIND == kPairs ? i / 2 * 32 + i % 2 * 8 : 16 * i;
+          const int row = KIND == ExpansionKind::kPairs ? i / 2 * 32 + i % 2 * 8 : 16 * i;
           store(row, x[0], x[2], y[0], y[2]);
-          store(row + (KIND == kPairs ? 16 : 8), x[1], x[3], y[1], y[3]);
+          store(row + (KIND == ExpansionKind::kPairs ? 16 : 8), x[1], x[3], y[1], y[3]);
         }
       }
     }
@@ -210,14 +217,14 @@ class UnitExpander {
 
   // Words v to v + 3 of the lane in a value block, as eight nibbles (or four bytes) each: a chunk, a set of spread
   // codes, or two words of memory that hold two-bit codes.
-  template <Kind KIND, bool PADDED>
+  template <ExpansionKind KIND, bool PADDED>
   __device__ __forceinline__ void load_words(const uint8_t* block, int v, uint32_t (&w)[4]) const {
     if constexpr (PADDED) {
       load_some_words<KIND>(block, v, w);
-    } else if constexpr (KIND == kSpread) {
+    } else if constexpr (KIND == ExpansionKind::kSpread) {
       const uint32_t* set = reinterpret_cast<const uint32_t*>(block + v / 4 * format::kSpreadBytes + 12 * lane_);
       spread_three_bits({set[0], set[1], set[2]}, w);
-    } else if constexpr (KIND == kPairs) {
+    } else if constexpr (KIND == ExpansionKind::kPairs) {
       constexpr int kUnits = S::kDim / 32;  // words of memory
       const int unit = v / 2, chunk = unit / format::kChunkUnits;
       const int words = min(kUnits - format::kChunkUnits * chunk, format::kChunkUnits);
@@ -231,11 +238,11 @@ class UnitExpander {
   }
 
   // The same where the last words may be missing: they are 0 then.
-  template <Kind KIND>
+  template <ExpansionKind KIND>
   __device__ __forceinline__ void load_some_words(const uint8_t* block, int v, uint32_t (&w)[4]) const {
     const int d = r_.head_dim;
     const auto word = [&](int byte) { return *reinterpret_cast<const uint32_t*>(block + byte); };
-    if constexpr (KIND == kPairs) {
+    if constexpr (KIND == ExpansionKind::kPairs) {
       const int units = d / 32;
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
@@ -251,13 +258,14 @@ class UnitExpander {
         w[2 * u] = x & 0x33333333, w[2 * u + 1] = x >> 2 & 0x33333333;
       }
     } else {
-      constexpr int kChannels = KIND == kBytes ? 8 : 16;
+      constexpr int kChannels = KIND == ExpansionKind::kBytes ? 8 : 16;
       const int words = min(d / kChannels - v, 4);
-      if (KIND == kSpread && words == 4) return load_words<KIND, false>(block, v, w);
-      const int first = v / 4 * (KIND == kSpread ? format::kSpreadBytes : format::kChunkBytes) + 4 * words * lane_;
+      if (KIND == ExpansionKind::kSpread && words == 4) return load_words<KIND, false>(block, v, w);
+      const int first =
+          v / 4 * (KIND == ExpansionKind::kSpread ? format::kSpreadBytes : format::kChunkBytes) + 4 * words * lane_;
 #pragma unroll
       for (int i = 0; i < 4; ++i) w[i] = i < words ? word(first + 4 * i) : 0;
-      if constexpr (KIND == kSpread) {
+      if constexpr (KIND == ExpansionKind::kSpread) {
 #pragma unroll
         for (uint32_t& codes : w) codes &= 0x77777777;
       }

@@ -14,11 +14,13 @@ namespace turboquant::cuda::mla {
 
 // What pair i is multiplied by so that a code 1 is 1. Odd pairs of kNibbles are left four bits higher, hence 16 times
 // as large; pairs of kBytes are levels.
-__device__ __forceinline__ float inverse_unit(Kind kind, int i) {
-  return kind == kBytes ? 1.0f : kind == kNibbles && i % 2 ? 1.0f * (1 << 20) : 1.0f * (1 << 24);
+__device__ __forceinline__ float inverse_unit(OperandKind kind, int i) {
+  return kind == OperandKind::kBytes              ? 1.0f
+         : kind == OperandKind::kNibbles && i % 2 ? 1.0f * (1 << 20)
+                                                  : 1.0f * (1 << 24);
 }
-template <Kind KIND>
-constexpr int kPairsOfWord = KIND == kBytes ? 2 : 4;
+template <OperandKind KIND>
+constexpr int kPairsOfWord = KIND == OperandKind::kBytes ? 2 : 4;
 
 // x | (y & MASK)
 template <uint32_t MASK>
@@ -40,18 +42,18 @@ __device__ __forceinline__ uint32_t join_halves(uint32_t x, uint32_t y) {
   return out;
 }
 
-template <Kind KIND>
-constexpr int kBytesOfWord = KIND == kBytes ? 1 : 2;  // words of bytes
+template <OperandKind KIND>
+constexpr int kBytesOfWord = KIND == OperandKind::kBytes ? 1 : 2;  // words of bytes
 
 // Even codes as the bytes of one word, odd codes as those of another. fifth: of kPlanes, the fifth bit of code i in bit
 // 4 + i % 2 of byte i / 2, see align_fifth.
-template <Kind KIND>
+template <OperandKind KIND>
 __device__ __forceinline__ void expand_bytes(uint32_t x, uint32_t fifth, uint32_t (&bytes)[kBytesOfWord<KIND>]) {
-  if constexpr (KIND == kBytes) {
+  if constexpr (KIND == OperandKind::kBytes) {
     bytes[0] = x;
   } else {
     bytes[0] = x & 0x0F0F0F0F, bytes[1] = x >> 4 & 0x0F0F0F0F;
-    if constexpr (KIND == kPlanes) {
+    if constexpr (KIND == OperandKind::kPlanes) {
       bytes[0] = or_masked<0x10101010>(bytes[0], fifth), bytes[1] = or_masked<0x10101010>(bytes[1], fifth >> 1);
     }
   }
@@ -59,13 +61,13 @@ __device__ __forceinline__ void expand_bytes(uint32_t x, uint32_t fifth, uint32_
 
 // NEGATIVE: the tokens count negatively (counts_negatively). Flipped codes are the codes of negative levels; where
 // elements are levels, the product takes the sign.
-template <Kind KIND, bool NEGATIVE>
+template <OperandKind KIND, bool NEGATIVE>
 __device__ __forceinline__ void expand_pairs(uint32_t x, uint32_t fifth, uint32_t (&pair)[kPairsOfWord<KIND>]) {
-  if constexpr (KIND == kNibbles) {
+  if constexpr (KIND == OperandKind::kNibbles) {
     const uint32_t y = x >> 8;
     pair[0] = bits<0x000F000F, NEGATIVE>(x), pair[1] = bits<0x00F000F0, NEGATIVE>(x);
     pair[2] = bits<0x000F000F, NEGATIVE>(y), pair[3] = bits<0x00F000F0, NEGATIVE>(y);
-  } else if constexpr (KIND == kPlanes) {
+  } else if constexpr (KIND == OperandKind::kPlanes) {
     // The lower five bits of a byte are a code.
     const uint32_t even = join_halves(x, fifth), odd = join_halves(x >> 4, fifth >> 1);
     pair[0] = bits<0x001F001F, NEGATIVE>(even), pair[1] = bits<0x001F001F, NEGATIVE>(odd);
@@ -86,8 +88,8 @@ __device__ __forceinline__ uint32_t align_fifth(uint32_t plane, int j) {
 struct ChannelPlace {
   int step, k;
 };
-__device__ __forceinline__ ChannelPlace place_of_channel(Kind kind, int c) {
-  return kind == kBytes ? ChannelPlace{c / 32, c % 32} : ChannelPlace{c / 64 * 2 + c % 2, c % 64 / 2};
+__device__ __forceinline__ ChannelPlace place_of_channel(OperandKind kind, int c) {
+  return kind == OperandKind::kBytes ? ChannelPlace{c / 32, c % 32} : ChannelPlace{c / 64 * 2 + c % 2, c % 64 / 2};
 }
 
 // Where element k of column n of an operand with `tiles` tiles of eight columns stands, in bytes: core matrices of 128

@@ -214,7 +214,7 @@ class ScoreGroup {
         const uint4 x = next_;
         if (c + 2 < C::kChunks) next_ = load(c + 2);  // while products of others are under way
         uint4 fifth{};                                // of the words of x
-        if constexpr (C::kKind == kPlanes) {
+        if constexpr (C::kKind == OperandKind::kPlanes) {
           const uint2 low = *reinterpret_cast<const uint2*>(plane_ + 4 * c);
           const uint2 high = *reinterpret_cast<const uint2*>(plane_ + 8 * C::kPlaneBytes + 4 * c);
           fifth = {align_fifth(low.x, t), align_fifth(high.x, t), align_fifth(low.y, t), align_fifth(high.y, t)};

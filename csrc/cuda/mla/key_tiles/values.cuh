@@ -42,10 +42,10 @@ class ValueGroup {
 
   // The sums of a partial result [ROWS, kPart].
   __device__ __forceinline__ void leave(float* part) const {
-    if (block_.plan.kind == kBytes) {
-      leave_sums<Codes<S::kLatent, kBytes>>(part);
+    if (block_.plan.kind == OperandKind::kBytes) {
+      leave_sums<Codes<S::kLatent, OperandKind::kBytes>>(part);
     } else {
-      leave_sums<Codes<S::kLatent, kNibbles>>(part);  // planes lie alike
+      leave_sums<Codes<S::kLatent, OperandKind::kNibbles>>(part);  // planes lie alike
     }
   }
 
@@ -53,7 +53,7 @@ class ValueGroup {
   template <class C>
   __device__ __forceinline__ void leave_sums(float* part) const {
     constexpr int kPairs = kPairsOfWord<C::kKind>;
-    const Kind kind = block_.plan.kind;
+    const OperandKind kind = block_.plan.kind;
     const float unit = level_step(kind) * format::kLevelUnit;
     const float by[2] = {unit * inverse_unit(kind, 0), unit * inverse_unit(kind, 1)};
 #pragma unroll
@@ -114,9 +114,9 @@ class ValueGroup {
     };
     uint4 next = load(0, 0);
     for_each<kSteps>([&](auto step) {
-      constexpr bool kNegative = counts_negatively(step), kNegates = kNegative && C::kKind == kBytes;
+      constexpr bool kNegative = counts_negatively(step), kNegates = kNegative && C::kKind == OperandKind::kBytes;
       uint32_t fifth[2][kOwn] = {};
-      if constexpr (C::kKind == kPlanes) {
+      if constexpr (C::kKind == OperandKind::kPlanes) {
         load_fifth<C>(block_.shared + unit + step / 2 * tile_bytes, step % 2 * 16, fifth);
       }
 #pragma unroll
