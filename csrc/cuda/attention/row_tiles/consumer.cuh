@@ -109,12 +109,6 @@ class Consumer {
     return static_cast<const T*>(a_.q) + token * a_.q_token_stride + head * a_.q_head_stride;
   }
 
-  // Over the four threads that share a row.
-  static __device__ __forceinline__ float sum_of_quad(float x) {
-    x += __shfl_xor_sync(0xffffffff, x, 1);
-    return x + __shfl_xor_sync(0xffffffff, x, 2);
-  }
-
   // ---- Channels
 
   // Whether octet j of a row has channels, and is not padding.
@@ -183,7 +177,7 @@ class Consumer {
         for (int i = 0; i < 2; ++i) shift_[i] = rows[i].template times<Type>(channels.center, t_, d);
       });
 #pragma unroll
-      for (int i = 0; i < 2; ++i) shift_[i] = sum_of_quad(shift_[i]) * a_.softmax_scale * kLog2E;
+      for (int i = 0; i < 2; ++i) shift_[i] = sum_of_lanes<4>(shift_[i]) * a_.softmax_scale * kLog2E;
     }
     rows[0].places(pairs, t_, words[0]), rows[1].places(pairs, t_, words[1]);
 #pragma unroll
@@ -311,7 +305,7 @@ class Consumer {
       }
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) shift_[i] = sum_of_quad(shift[i]) * a_.softmax_scale * kLog2E;
+    for (int i = 0; i < 2; ++i) shift_[i] = sum_of_lanes<4>(shift[i]) * a_.softmax_scale * kLog2E;
   }
 
   // ---- The loop over tiles
@@ -605,7 +599,7 @@ class Consumer {
 
   __device__ __forceinline__ void finish() {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) total_[i] = sum_of_quad(total_[i]);
+    for (int i = 0; i < 2; ++i) total_[i] = sum_of_lanes<4>(total_[i]);
     if constexpr (!S::kCopies) {
       if (item_->parts > 1 && !join_parts()) return;
     }

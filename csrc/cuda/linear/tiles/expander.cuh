@@ -101,7 +101,7 @@ class Expander {
 // ---- Their products with activations
 
 // The operand whose low word is given: of rows that are neighbours (common/wgmma_swizzled.cuh).
-__device__ __forceinline__ uint64_t swizzled_word(uint32_t low) {
+__device__ __forceinline__ uint64_t operand_of_word(uint32_t low) {
   return uint64_t{0x40000000 | kSwizzleGroup / 16} << 32 | low;
 }
 
@@ -112,7 +112,7 @@ __device__ __forceinline__ void multiply_step(float* d, const uint32_t (&operand
   begin_products();
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    const uint64_t activations = swizzled_word(b + 2 * k);
+    const uint64_t activations = operand_of_word(b + 2 * k);
     if constexpr (TOKENS == 64 || TOKENS == 128) {
       multiply_registers<TOKENS, __half, false>(d, operand + 4 * k, activations, k > 0 || add);
     } else {

@@ -50,7 +50,7 @@ class RowScores {
   __device__ __forceinline__ void leave(float* part) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float total = sum_of_quad(total_[i]);
+      const float total = sum_of_lanes<4>(total_[i]);
       if (block_.t != 0) continue;
       float* head = part + row_of(i) * S::kPart;
       head[0] = top_[i] == kNothing ? -INFINITY : reference_[i] + block_.rows<S>().shift[row_of(i)];
@@ -61,11 +61,6 @@ class RowScores {
  private:
   __device__ __forceinline__ int row_of(int i) const { return 16 * block_.warp + block_.g + 8 * i; }
   __device__ __forceinline__ float by() const { return block_.call.a.softmax_scale * kLog2E; }
-  static __device__ __forceinline__ float sum_of_quad(float x) {
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) x += __shfl_xor_sync(0xffffffff, x, bit);
-    return x;
-  }
 
   // ROPE: the type of raw channels.
   template <typename ROPE>
