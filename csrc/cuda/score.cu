@@ -11,7 +11,7 @@
 // (score/one_query.cuh). Both prepare queries alike (score/queries.cuh).
 //
 // A warp takes 32 keys at a time: lane 4 g + t reads channels 32 t to 32 t + 31 of keys g, g + 8, g + 16 and g + 24 of
-// each stretch of 128 channels, and these words become its fragments without any exchange between lanes.
+// each section of 128 channels, and these words become its fragments without any exchange between lanes.
 #include <algorithm>
 
 #include "calls/score.h"
@@ -117,7 +117,7 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
   a.keys = shape.keys;
   // Bytes of a load: all rows must start at a multiple of that.
   const int word = a.bits % 4 == 0 ? 16 : a.bits % 2 == 0 ? 8 : 4;
-  bool words = a.bits == 0 || (d % kGroup == 0 && a.row_bytes % word == 0 && aligned(a.packed, word));
+  bool words = a.bits == 0 || (d % kQuarter == 0 && a.row_bytes % word == 0 && aligned(a.packed, word));
   if (projection) {
     const Projection sketch(*projection, q, d);
     check_sketch(*sign_bits, *norm, q, shape, sketch.bytes());
@@ -129,9 +129,9 @@ Tensor run(ScoreArguments& a, const Tensor& q, const ScoreShape& shape, const Op
     a.dense = sketch.dense;
     a.m = static_cast<int>(sketch.rows);
     a.sketch_bytes = a.m / 8;
-    a.sketch_steps = (a.m + kStretch - 1) / kStretch;
+    a.sketch_sections = (a.m + kSection - 1) / kSection;
     a.factor = sketch.factor;
-    words = words && a.m % kGroup == 0 && aligned(a.sign_bits, 4);
+    words = words && a.m % kQuarter == 0 && aligned(a.sign_bits, 4);
   }
 
   Tensor out = new_tensor(q, shape.out, ScalarType::Float);
@@ -174,7 +174,7 @@ Tensor score(const ScoreCall& c) {
   a.channels = channels_of(c.center, c.center ? static_cast<const float*>(c.center->data_ptr()) : nullptr, 1, d);
   a.bits = static_cast<int>(c.bits);
   a.row_bytes = static_cast<int>(format::dense_row_bytes(d, a.bits));
-  a.steps = static_cast<int>((d + kStretch - 1) / kStretch);
+  a.sections = static_cast<int>((d + kSection - 1) / kSection);
   return run(a, c.q, shape, c.projection, c.sign_bits, c.residual_norm, "score");
 }
 

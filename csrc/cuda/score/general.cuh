@@ -50,13 +50,14 @@ struct Keys {
   const uint8_t *codes, *bits;
   const __half* scales;
   const float* norms;
-  int bits_of_code, count, row_bytes, sketch_bytes, groups, sketch_groups;
+  int bits_of_code, count, row_bytes, sketch_bytes, quarters, sketch_quarters;
   LastWord last_code, last_bit;
 
   __device__ Keys(const ScoreArguments& a, int64_t first, int n)
       : codes(a.packed + first * a.row_bytes), bits(a.sign_bits + first * a.sketch_bytes), scales(a.scale + first),
         norms(a.norm + first), bits_of_code(kAligned ? BITS : a.bits), count(n), row_bytes(a.row_bytes),
-        sketch_bytes(a.sketch_bytes), groups((a.d + kGroup - 1) / kGroup), sketch_groups((a.m + kGroup - 1) / kGroup) {
+        sketch_bytes(a.sketch_bytes), quarters((a.d + kQuarter - 1) / kQuarter),
+        sketch_quarters((a.m + kQuarter - 1) / kQuarter) {
     if constexpr (!kAligned) {
       last_code = LastWord(codes + static_cast<uint32_t>(count * row_bytes));
       last_bit = LastWord(bits + static_cast<uint32_t>(count * sketch_bytes));
@@ -93,25 +94,25 @@ struct Keys {
     }
   }
 
-  // Loads step `step` of the keys from `key` on; beyond the last key, that one. A lane beyond the end of a row keeps
-  // its words, which are multiplied by zeros.
-  __device__ __forceinline__ void load(int key, int step, int g, int t, Part& part) const {
-    const int group = 4 * step + t;
+  // Loads a section of the keys from `key` on; beyond the last key, that one. A lane beyond the end of a row keeps its
+  // words, which are multiplied by zeros.
+  __device__ __forceinline__ void load(int key, int section, int g, int t, Part& part) const {
+    const int quarter = 4 * section + t;
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const uint32_t row = min(key + 8 * r + g, count - 1);
-      if (bits_of_code > 0 && group < groups) {
-        load_part<kWords>(codes, row * row_bytes + group * (4 * bits_of_code), bits_of_code, part.code[r], last_code);
+      if (bits_of_code > 0 && quarter < quarters) {
+        load_part<kWords>(codes, row * row_bytes + quarter * (4 * bits_of_code), bits_of_code, part.code[r], last_code);
       }
       if constexpr (SKETCH) {
-        if (group < sketch_groups) load_part<1>(bits, row * sketch_bytes + group * 4, 1, part.bit + r, last_bit);
+        if (quarter < sketch_quarters) load_part<1>(bits, row * sketch_bytes + quarter * 4, 1, part.bit + r, last_bit);
       }
     }
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const uint32_t row = min(key + 8 * (2 * k + t % 2) + g, count - 1);
       if (bits_of_code > 0) part.scale[k] = __ldg(scales + row);
-      if constexpr (SKETCH) part.norm[k] = sketch_groups ? __ldg(norms + row) : 0;
+      if constexpr (SKETCH) part.norm[k] = sketch_quarters ? __ldg(norms + row) : 0;
     }
   }
 };
@@ -119,10 +120,10 @@ struct Keys {
 // Joins two of a coordinate's four bytes. Lanes with even t hold the lower two, the others the upper two.
 __device__ __forceinline__ float two_bytes(int low, int high) { return static_cast<float>(high * 256 + low); }
 
-// Adds step `step` of four keys, expanded to levels, to `part`: one product of a pair of queries for each of them.
-// column: of each pair, [steps][4][queries][4 t][4 bytes]
+// Adds a section of four keys, expanded to levels, to `part`: one product of a pair of queries for each of them.
+// column: of each pair, [sections][4][queries][4 t][4 bytes]
 template <typename Codes, int PAIRS, int WORDS>
-__device__ __forceinline__ void add_codes(const Codes& expansion, const uint32_t (&code)[4][WORDS], int step,
+__device__ __forceinline__ void add_codes(const Codes& expansion, const uint32_t (&code)[4][WORDS], int section,
                                           int queries, const uint2* const (&column)[PAIRS], float (&part)[PAIRS][4]) {
   int plus[PAIRS][2][4] = {}, minus[PAIRS][2][4] = {};
 #pragma unroll
@@ -132,7 +133,7 @@ __device__ __forceinline__ void add_codes(const Codes& expansion, const uint32_t
     for (int r = 0; r < 4; ++r) expansion.levels(code[r], i, p[r], n[r]);
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
-      const uint2 b = column[pair][(step * 4 + i) * queries * 16];
+      const uint2 b = column[pair][(section * 4 + i) * queries * 16];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         add_levels<Codes::kUnsigned>(plus[pair][h], p, h, b);
@@ -153,7 +154,7 @@ __device__ __forceinline__ void add_codes(const Codes& expansion, const uint32_t
 // The same for codes of `bits` bits, which are the first words of `code`. table: of any grid; 5-bit codes of the
 // uniform grid are looked up like others.
 template <int PAIRS>
-__device__ __forceinline__ void add_any_codes(int bits, const int8_t* table, const uint32_t (&code)[4][8], int step,
+__device__ __forceinline__ void add_any_codes(int bits, const int8_t* table, const uint32_t (&code)[4][8], int section,
                                               int queries, const uint2* const (&column)[PAIRS],
                                               float (&part)[PAIRS][4]) {
   const auto add = [&]<int BITS>() {
@@ -163,7 +164,7 @@ __device__ __forceinline__ void add_any_codes(int bits, const int8_t* table, con
 #pragma unroll
       for (int i = 0; i < BITS; ++i) first[r][i] = code[r][i];
     }
-    add_codes(Expansion<BITS>(table), first, step, queries, column, part);
+    add_codes(Expansion<BITS>(table), first, section, queries, column, part);
   };
   switch (format::as_width(bits)) {
     case format::Width::k1: return add.template operator()<1>();
@@ -199,11 +200,11 @@ __global__ void __launch_bounds__(kThreads, BITS != kAnyRows ? kBlocksPerMultipr
   const int64_t first_key = int64_t{blockIdx.x % a.key_blocks} * a.span;
   const Keys<BITS, SKETCH> keys(a, batch * a.keys + first_key,
                                 static_cast<int>(min(int64_t{a.span}, a.keys - first_key)));
-  const int steps = max(a.steps, a.sketch_steps);
+  const int sections = max(a.sections, a.sketch_sections);
 
   // The loads of the first keys are in flight while the queries are prepared.
   typename Keys<BITS, SKETCH>::Part first{}, second{};
-  int key = warp * kTileKeys, step = 0;
+  int key = warp * kTileKeys, section = 0;
   if (key < keys.count) keys.load(key, 0, g, t, first);
   keys.prefetch();
 
@@ -241,29 +242,29 @@ __global__ void __launch_bounds__(kThreads, BITS != kAnyRows ? kBlocksPerMultipr
   }
 
   float code_part[PAIRS][4] = {}, sketch_part[PAIRS][4] = {};
-  // One step of 32 keys: issues the loads of the next step, sums this one, and writes the scores after the last step.
+  // One section of 32 keys: issues the loads of the next one, sums this one, and writes the scores after the last one.
   // Returns whether another one follows.
   const auto advance = [&](const auto& now, auto& next) {
-    const bool last = step + 1 == steps;
-    const int next_key = last ? key + kBlockKeys : key, next_step = last ? 0 : step + 1;
-    if (next_key < keys.count) keys.load(next_key, next_step, g, t, next);
+    const bool last = section + 1 == sections;
+    const int next_key = last ? key + kBlockKeys : key, next_section = last ? 0 : section + 1;
+    if (next_key < keys.count) keys.load(next_key, next_section, g, t, next);
 
-    if (has_codes && (!SKETCH || step < a.steps)) {
+    if (has_codes && (!SKETCH || section < a.sections)) {
       if constexpr (BITS == kAnyRows) {
-        add_any_codes(a.bits, table, now.code, step, queries, code_column, code_part);
+        add_any_codes(a.bits, table, now.code, section, queries, code_column, code_part);
       } else if constexpr (BITS > 0) {
-        add_codes(expansion, now.code, step, queries, code_column, code_part);
+        add_codes(expansion, now.code, section, queries, code_column, code_part);
       }
     }
     if constexpr (SKETCH) {
-      if (step < a.sketch_steps) {
+      if (section < a.sketch_sections) {
         int sums[2][PAIRS][2][4] = {};  // over bits 0-3 and 4-7 of every byte
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const uint32_t even = 0x01010101u << 2 * i, odd = 0x02020202u << 2 * i;
 #pragma unroll
           for (int pair = 0; pair < PAIRS; ++pair) {
-            const uint2 b = sketch_column[pair][(step * 4 + i) * queries * 16];
+            const uint2 b = sketch_column[pair][(section * 4 + i) * queries * 16];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
               const uint32_t x = now.bit[2 * h], y = now.bit[2 * h + 1];
@@ -300,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, BITS != kAnyRows ? kBlocksPerMultipr
             constexpr float unit = 2.0f / 128 / (1 << kPointBits);
             const float sum = __fmaf_rn(sketch_sum[k] * unit, sketch_unit[pair], minus_total[pair]);
             const float estimate = a.factor * now.norm[k] * sum;
-            score = BITS != kAnyRows || a.sketch_steps ? score + estimate : score;
+            score = BITS != kAnyRows || a.sketch_sections ? score + estimate : score;
           }
           const int row = key + 8 * (2 * k + t % 2) + g;
           if (out[pair] && row < keys.count) out[pair][row] = score;
@@ -309,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, BITS != kAnyRows ? kBlocksPerMultipr
         for (int r = 0; r < 4; ++r) code_part[pair][r] = sketch_part[pair][r] = 0;
       }
     }
-    key = next_key, step = next_step;
+    key = next_key, section = next_section;
     return key < keys.count;
   };
   if (key >= keys.count) return;

@@ -44,7 +44,7 @@ struct Expansion {
     if constexpr (kWidth == format::Width::k2) return w[i / 2] >> 2 * (i % 2) & 0x33333333;
     if constexpr (kWidth == format::Width::k4) return w[i];
     if constexpr (format::is_spread(kWidth)) {
-      // Stretches of ten codes start at bits 0, 30 and 60. In each, codes 0, 4 and 8 lie in nibbles already, codes 1,
+      // Runs of ten codes start at bits 0, 30 and 60. In each, codes 0, 4 and 8 lie in nibbles already, codes 1,
       // 5 and 9 after a shift by one bit, 2 and 6 after a shift by two. The remaining codes 3 and 7, and codes 30 and
       // 31, are the fourth word.
       const uint32_t ten[3] = {w[0], __funnelshift_r(w[0], w[1], 30), __funnelshift_r(w[1], w[2], 28)};

@@ -15,8 +15,8 @@ namespace turboquant::cuda::scores {
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kTileKeys = kOneQueryLeastKeys;   // of a warp at a time
 constexpr int kBlockKeys = kWarps * kTileKeys;  // of a block at a time
-constexpr int kStretch = 128;                   // channels, or bits of a sketch, that a step takes
-constexpr int kGroup = 32;                      // neighbouring channels of a stretch that a lane has
+constexpr int kSection = 128;                   // channels, or bits of a sketch, whose sums are integers
+constexpr int kQuarter = 32;                    // neighbouring ones of a section that a lane has
 constexpr int kMaxQueries = 4;                  // of a block; each pair of them shares the columns of a product
 constexpr int kBlocksPerMultiprocessor = 2;
 constexpr int one_query_blocks_per_multiprocessor(int bits) { return bits == 0 ? 4 : 2; }
@@ -42,13 +42,13 @@ struct ScoreArguments {
   const float* signs;
   const int8_t* levels;
   format::Channels channels;  // [d]
-  int bits, row_bytes, steps;
+  int bits, row_bytes, sections;
 
   const uint8_t* sign_bits;  // sketches: rows of sketch_bytes; null without them
   const float* norm;
   const float* projection;
   bool dense;
-  int m, sketch_bytes, sketch_steps;
+  int m, sketch_bytes, sketch_sections;
   float factor;
 
   bool in_registers;  // d = 128, and signs, center and projection allow 16-byte loads
@@ -58,7 +58,7 @@ struct ScoreArguments {
 
 // A block's queries in shared memory, prepared for the products with codes or with sketches.
 struct Side {
-  uint32_t* columns;  // bytes of coordinates: [steps][4 products][queries][t][4 bytes of a coordinate][2 words]
+  uint32_t* columns;  // bytes of coordinates: [sections][4 products][queries][t][4 bytes of a coordinate][2 words]
   float* work;        // [queries][d] floats; dense projections: [queries][d + m]
   float* unit;        // [queries]: the value of 2^kPointBits
   float* total;       // [queries]: <q, center> for codes, the sum of all coordinates for sketches
@@ -68,7 +68,7 @@ struct Side {
 struct Layout {
   int code_columns, sketch_columns, code_work, sketch_work;  // words
   __host__ __device__ Layout(const ScoreArguments& a, int queries)
-      : code_columns(queries * a.steps * kStretch), sketch_columns(queries * a.sketch_steps * kStretch),
+      : code_columns(queries * a.sections * kSection), sketch_columns(queries * a.sketch_sections * kSection),
         code_work(a.bits ? queries * a.d : 0), sketch_work(a.sign_bits ? queries * (a.d + (a.dense ? a.m : 0)) : 0) {}
   __host__ __device__ int bytes() const {
     return 4 * (code_columns + sketch_columns + code_work + sketch_work) + kTableBytes;
@@ -172,14 +172,14 @@ __device__ __forceinline__ float unit_of(uint32_t amax) {
   return amax < kInfinityBits ? power_of_two(coordinate_exponent(amax)) : quiet_nan();
 }
 
-// Writes word `word` of group t of a step of the columns, from coordinates y[count]: y * down becomes an integer,
+// Writes word `word` of quarter t of a section of the columns, from coordinates y[count]: y * down becomes an integer,
 // which is cut into bytes. bits = 0: for a sketch.
-__device__ __forceinline__ void make_column(const float* y, int count, float down, int bits, bool uniform, int step,
+__device__ __forceinline__ void make_column(const float* y, int count, float down, int bits, bool uniform, int section,
                                             int t, int word, int query, int queries, uint32_t* columns) {
   uint32_t bytes[4];  // of each channel: signed digits in base 256
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const int c = step * kStretch + t * kGroup +
+    const int c = section * kSection + t * kQuarter +
                   (bits ? channel_of_byte(bits, uniform, word, j) : channel_of_sketch_byte(word, j));
     int point = c < count ? __float2int_rn(y[c] * down * (1 << kPointBits)) : 0;
     point <<= bits ? shift_of_byte(bits, uniform, j) : shift_of_sketch_word(word);
@@ -188,13 +188,13 @@ __device__ __forceinline__ void make_column(const float* y, int count, float dow
   // Transposes four bytes of four channels.
   const uint32_t low01 = select_bytes(bytes[0], bytes[1], 0x5140), low23 = select_bytes(bytes[2], bytes[3], 0x5140);
   const uint32_t high01 = select_bytes(bytes[0], bytes[1], 0x7362), high23 = select_bytes(bytes[2], bytes[3], 0x7362);
-  uint32_t* to = columns + (((step * 4 + word / 2) * queries + query) * 16 + t * 4) * 2 + word % 2;
+  uint32_t* to = columns + (((section * 4 + word / 2) * queries + query) * 16 + t * 4) * 2 + word % 2;
   to[0] = select_bytes(low01, low23, 0x5410), to[2] = select_bytes(low01, low23, 0x7632);
   to[4] = select_bytes(high01, high23, 0x5410), to[6] = select_bytes(high01, high23, 0x7632);
 }
 
 // Makes all columns of one query, by one warp. bits = 0: for a sketch. total: this lane's part of Side::total
-__device__ __forceinline__ void make_columns(const float* y, int count, int bits, bool uniform, int steps, int query,
+__device__ __forceinline__ void make_columns(const float* y, int count, int bits, bool uniform, int sections, int query,
                                              int queries, const Side& side, float total, int lane) {
   uint32_t amax = 0;
 #pragma unroll 4
@@ -210,7 +210,7 @@ __device__ __forceinline__ void make_columns(const float* y, int count, int bits
   const float down = power_of_two(-coordinate_exponent(amax));
   if (lane == 0) side.unit[query] = unit_of(amax), side.total[query] = total;
 #pragma unroll 1
-  for (int i = lane; i < steps * 32; i += 32) {  // [step][t][word]
+  for (int i = lane; i < sections * 32; i += 32) {  // [section][t][word]
     make_column(y, count, down, bits, uniform, i / 32, i / 8 % 4, i % 8, query, queries, side.columns);
   }
 }
@@ -261,8 +261,8 @@ __device__ __forceinline__ void prepare_queries(const ScoreArguments& a, int bit
     if (dense) y += a.d;
   }
   if (!mine) return;
-  make_columns(y, count, sketched ? 0 : bits, uniform, sketched ? a.sketch_steps : a.steps, query, queries, side, total,
-               lane);
+  make_columns(y, count, sketched ? 0 : bits, uniform, sketched ? a.sketch_sections : a.sections, query, queries, side,
+               total, lane);
 }
 
 }  // namespace turboquant::cuda::scores

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kArrangeThreads)
   __shared__ int counts[kMostExperts];  // pairs of each expert
   __shared__ PairsAndPieces of_warps[32];
   __shared__ PairsAndPieces start;  // the pairs and pieces of the experts before this one
-  __shared__ int of_stretches[32];  // pairs of this expert
+  __shared__ int of_runs[32];       // pairs of this expert in a warp's run
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = blockIdx.x;
   const int first = threadIdx.x * kThreadExperts;
 #pragma unroll
@@ -72,16 +72,16 @@ __global__ void __launch_bounds__(kArrangeThreads)
     start = total;
     to.totals[0] = total.pieces, to.totals[1] = total.pairs;
   }
-  // Each warp has a stretch of the pairs, so that those of the expert stay in their order.
+  // Each warp has a run of neighbouring pairs, so that those of the expert stay in their order.
   const int length = (ceil_div(a.count, kArrangeThreads)) * 32;
   const int begin = min(a.count, warp * length), end = min(a.count, begin + length);
   int found = 0;
 #pragma unroll 4
   for (int i = begin + lane; i < end; i += 32) found += expert_of_pair(i) == own;
   found = sum_of_lanes(found);
-  if (lane == 0) of_stretches[warp] = found;
+  if (lane == 0) of_runs[warp] = found;
   __syncthreads();
-  int place = start.pairs + sum_of_lanes(lane < warp ? of_stretches[lane] : 0);
+  int place = start.pairs + sum_of_lanes(lane < warp ? of_runs[lane] : 0);
 #pragma unroll 1
   for (int i = begin; i < end; i += 32) {
     const int pair = i + lane;

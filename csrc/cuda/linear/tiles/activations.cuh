@@ -11,18 +11,18 @@
 namespace turboquant::cuda::linear::tiles {
 
 constexpr int kMostRotateWarps = 32;
-constexpr int kLaneChannels = 16, kSpanChannels = 32 * kLaneChannels;
+constexpr int kLaneChannels = 16, kWarpChannels = 32 * kLaneChannels;
 
-// Warps of a thread block that rotates a token: a span of 512 channels each, or several in turn.
+// Warps of a thread block that rotates a token: 512 channels each at a time.
 inline int rotate_warps(int64_t channels) {
-  const int64_t spans = (channels + kSpanChannels - 1) / kSpanChannels;
-  return static_cast<int>(spans < kMostRotateWarps ? spans : kMostRotateWarps);
+  const int64_t warps = (channels + kWarpChannels - 1) / kWarpChannels;
+  return static_cast<int>(warps < kMostRotateWarps ? warps : kMostRotateWarps);
 }
 
 // 512 channels of a token in a warp: a lane has 16 neighbours.
-class Span {
+class WarpChannels {
  public:
-  __device__ __forceinline__ Span(const Call& a, int64_t token, int first)
+  __device__ __forceinline__ WarpChannels(const Call& a, int64_t token, int first)
       : a_(a), channel_(first + kLaneChannels * static_cast<int>(threadIdx.x % 32)),
         exists_(channel_ < a.groups * a.block.group) {
 #pragma unroll
@@ -106,11 +106,11 @@ __global__ void __launch_bounds__(32 * kMostRotateWarps, 1)
   }
   const int column_tile = quotient(place, p.tokens), row = place - column_tile * p.tokens;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  Span own(a, token, kSpanChannels * warp);
+  WarpChannels own(a, token, kWarpChannels * warp);
   uint32_t most = own.most();
 #pragma unroll 1
-  for (int first = kSpanChannels * (warp + warps); first < channels; first += kSpanChannels * warps) {
-    most = max(most, Span(a, token, first).most());
+  for (int first = kWarpChannels * (warp + warps); first < channels; first += kWarpChannels * warps) {
+    most = max(most, WarpChannels(a, token, first).most());
   }
   if (lane == 0) most_of_warp[warp] = most;
   __syncthreads();
@@ -124,10 +124,10 @@ __global__ void __launch_bounds__(32 * kMostRotateWarps, 1)
   own.rotate(scale);
   own.store(tile, row, step);
 #pragma unroll 1
-  for (int first = kSpanChannels * (warp + warps); first < channels; first += kSpanChannels * warps) {
-    Span span(a, token, first);
-    span.rotate(scale);
-    span.store(tile, row, step);
+  for (int first = kWarpChannels * (warp + warps); first < channels; first += kWarpChannels * warps) {
+    WarpChannels more(a, token, first);
+    more.rotate(scale);
+    more.store(tile, row, step);
   }
   if (threadIdx.x == 0) {
     const float factor = __int_as_float((127 - down) << 23) * kOperandUnit;

@@ -22,7 +22,7 @@
 namespace turboquant::cuda::linear::tiles {
 
 // What a worker has of a tile.
-struct Stretch {
+struct PartOfTile {
   int tile, first, end;  // groups of channels
 };
 
@@ -77,7 +77,7 @@ class StreamK {
   __device__ __forceinline__ uint8_t* stage(int i) const { return shared_ + kHeaderBytes + i * p_.stage_bytes; }
 
   // The worker's slices from `slice` on, within a tile.
-  __device__ __forceinline__ Stretch stretch(int slice) const {
+  __device__ __forceinline__ PartOfTile part_of_tile(int slice) const {
     const int tile = quotient(slice, a_.groups), first = slice - tile * a_.groups;
     return {tile, first, min(a_.groups, first + end_ - slice)};
   }
@@ -92,7 +92,7 @@ class StreamK {
     return a_.has_experts() ? quotient(tile, p_.row_tiles) : tile - quotient(tile, column_tiles_) * column_tiles_;
   }
   // Of the factors of activations: the tile's first.
-  __device__ __forceinline__ int64_t first_factor(const Stretch& s) const {
+  __device__ __forceinline__ int64_t first_factor(const PartOfTile& s) const {
     return int64_t{column_tile(s.tile)} * TOKENS;
   }
   __device__ __forceinline__ void set_share(int column_tiles, const Share& slices) {
@@ -104,7 +104,7 @@ class StreamK {
   struct Tokens {
     int first, weight, count;
   };
-  __device__ __forceinline__ Tokens tokens_of(const Stretch& s) const {
+  __device__ __forceinline__ Tokens tokens_of(const PartOfTile& s) const {
     if (!a_.has_experts()) {
       const int first = column_tile(s.tile) * TOKENS;
       return {first, 0, min(TOKENS, static_cast<int>(a_.tokens) - first)};
@@ -130,7 +130,7 @@ class StreamK {
       int slot = 0;
       uint32_t phase = 1;  // a fresh barrier counts as past this phase, so the first round does not wait
       for (int slice = begin_; slice < end_;) {
-        const Stretch s = stretch(slice);
+        const PartOfTile s = part_of_tile(slice);
         const int slabs = num_slabs(s), bytes = (copies_activations ? operand_bytes_ : 0) + slabs * unit_bytes_;
         const uint8_t* weights = weights_of(s);
         const uint8_t* activations =
@@ -159,19 +159,19 @@ class StreamK {
   }
   __device__ __forceinline__ void prefetch_weights() const {
     if (begin_ == end_) return;
-    const Stretch s = stretch(begin_);
+    const PartOfTile s = part_of_tile(begin_);
     const int slabs = num_slabs(s), bytes = min(p_.stages, s.end - s.first) * unit_bytes_;
     for (int i = 0; i < slabs; ++i) prefetch_bytes(weights_of(s) + i * slab_bytes_, bytes);
   }
 
   // Of the tile's slabs, those that the warp copies.
   __device__ __forceinline__ int first_slab() const { return kSlabsOfWarp * (warp_ - kSlabs); }
-  __device__ __forceinline__ int num_slabs(const Stretch& s) const {
+  __device__ __forceinline__ int num_slabs(const PartOfTile& s) const {
     const int64_t rest =
         (a_.n + format::kWeightRows - 1) / format::kWeightRows - (int64_t{row_tile(s.tile)} * kSlabs + first_slab());
     return static_cast<int>(max(int64_t{0}, min(int64_t{kSlabsOfWarp}, rest)));
   }
-  __device__ __forceinline__ const uint8_t* weights_of(const Stretch& s) const {
+  __device__ __forceinline__ const uint8_t* weights_of(const PartOfTile& s) const {
     return a_.packed + tokens_of(s).weight * a_.weight_bytes +
            (int64_t{row_tile(s.tile)} * kSlabs + first_slab()) * slab_bytes_ + int64_t{s.first} * unit_bytes_;
   }
@@ -194,7 +194,7 @@ class StreamK {
     Scales scales = expander.load_scales(unit);
 #pragma unroll 1
     for (int slice = begin_; slice < end_;) {
-      const Stretch s = stretch(slice);
+      const PartOfTile s = part_of_tile(slice);
       const Tokens tokens = tokens_of(s);
       Factors factors;
       load_factors(s, factors);
@@ -264,7 +264,7 @@ class StreamK {
   }
 
   // Adds the sums of all workers; false: another one will.
-  __device__ __forceinline__ bool join(const Stretch& s, float (&d)[kSums]) const {
+  __device__ __forceinline__ bool join(const PartOfTile& s, float (&d)[kSums]) const {
     const int first = slices_.owner(s.tile * a_.groups), last = slices_.owner((s.tile + 1) * a_.groups - 1);
     uint32_t* const counter = p_.arrivals + first * kPieces + piece();
     // Whether the sums may stay in registers: two can be added in either order, and of more the first come first.
@@ -308,7 +308,7 @@ class StreamK {
   //
   // The sums of a lane are, for 8 tokens each, those of outputs g and g + 8 of its warp and of tokens 2 t and 2 t + 1.
 
-  __device__ __forceinline__ void finish(const Stretch& s, const Tokens& tokens, float (&d)[kSums],
+  __device__ __forceinline__ void finish(const PartOfTile& s, const Tokens& tokens, float (&d)[kSums],
                                          const Factors& factors) const {
     const int64_t row = int64_t{row_tile(s.tile)} * kRows + format::kWeightRows * warp_;  // the warp's first output
     if (row - format::kWeightRows * (warp_ % 4) >= a_.n) return;
@@ -324,7 +324,7 @@ class StreamK {
     store_singly(s, tokens, row, own);
   }
 
-  __device__ __forceinline__ void load_factors(const Stretch& s, Factors& factors) const {
+  __device__ __forceinline__ void load_factors(const PartOfTile& s, Factors& factors) const {
     const float* const from = p_.factors + first_factor(s) + threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < TOKENS / 32; ++i) factors[i] = __ldcg(from + 32 * i);
@@ -365,7 +365,7 @@ class StreamK {
     }
   }
   // Any dtype and any number of outputs, with sums from memory, so that this code is a short loop. sums: the lane's.
-  __device__ __forceinline__ void store_singly(const Stretch& s, const Tokens& tokens, int64_t row,
+  __device__ __forceinline__ void store_singly(const PartOfTile& s, const Tokens& tokens, int64_t row,
                                                const float* sums) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const float* const factors = p_.factors + first_factor(s);
