@@ -34,7 +34,8 @@ namespace {
 
 using general::Shape, general::SharedMemory;
 
-// The results of tokens that belong to no sequence are few in what engines call: only captured batches are padded.
+// Blocks that clear the results of tokens that belong to no sequence. These are few in what engines call: only captured
+// batches are padded. Without cu_seqlens_q there are none, because every token is a sequence.
 constexpr int kMostClearBlocks = 64;
 
 }  // namespace
