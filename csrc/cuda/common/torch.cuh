@@ -86,7 +86,8 @@ inline int checked_int(int64_t n, const char* name) {
 // Blocks of a grid in one dimension.
 inline unsigned num_blocks(int64_t work, int64_t per_block) {
   const int64_t blocks = divide_up(work, per_block);
-  STD_TORCH_CHECK(blocks >= 0 && blocks <= INT32_MAX, "tensor is too large: ", blocks, " blocks, CUDA allows ", INT32_MAX);
+  STD_TORCH_CHECK(blocks >= 0 && blocks <= INT32_MAX, "tensor is too large: ", blocks, " blocks, CUDA allows ",
+                  INT32_MAX);
   return static_cast<unsigned>(blocks);
 }
 
@@ -174,8 +175,8 @@ class HeadVectors {
   int64_t token_stride_, head_stride_;
 };
 
-// A checked constant of a call, float32 (signs, center) or int8 (levels), that kernels can read 16 bytes at a time; null
-// where it is absent.
+// A checked constant of a call, float32 (signs, center) or int8 (levels), that kernels can read 16 bytes at a time. It
+// is null where it is absent.
 template <typename T>
 class Constant {
  public:
