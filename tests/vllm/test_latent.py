@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import DeepseekV2ForCausalLM
 
 pytest.importorskip("vllm", reason="needs vLLM: make vllm")
 
@@ -41,12 +42,22 @@ from torch_turboquant.integrations.vllm.prompts import attend_padded
 from torch_turboquant.latent import latent_preset_of, make_latent_tables, norm_center
 
 NOPE, VALUE = 24, 20
+# As published models have it. Without it vLLM 0.32 rotates queries wrongly on a CPU, whatever the
+# cache.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 1.0,
+    "original_max_position_embeddings": 512,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deepseek")
-    save_deepseek(folder)
+    save_deepseek(folder, rope_parameters=YARN)
     return folder
 
 
@@ -352,7 +363,7 @@ def started_engine(folder, settings, **options):
 
 
 PROMPTS = [prompt(n, seed=n) for n in (5, 40, 33, 90)]
-NEAR = 0.05  # nats: what 16 bits of a position and 8 of a latent change; 5 bits change 0.27
+NEAR = 0.05  # nats: what 16 bits of a position and 8 of a latent change; 5 bits change 0.24
 
 
 def logprobs(llm, count=12):
@@ -360,7 +371,7 @@ def logprobs(llm, count=12):
     from vllm import SamplingParams
 
     params = SamplingParams(
-        max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, logprobs=5
+        max_tokens=count, temperature=0, ignore_eos=True, detokenize=False, logprobs=20
     )
     given = [{"prompt_token_ids": p} for p in PROMPTS]
     return [
@@ -392,6 +403,22 @@ def plain(folder):
         return logprobs(llm)
 
 
+@pytest.mark.skipif(ON_GPU, reason="16 bits round in other places there")
+@pytest.mark.parametrize("rope", [None, YARN], ids=["plain", "yarn"])
+def test_answers_are_those_of_transformers(tmp_path, rope):
+    """Of the rotation, too, which vLLM computes before the layer."""
+    save_deepseek(tmp_path, **({} if rope is None else {"rope_parameters": rope}))
+    with started_engine(tmp_path, {"preset": "k8"}) as llm:
+        found = logprobs(llm)
+    model = DeepseekV2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    for p, answer in zip(PROMPTS, found, strict=True):
+        tokens = torch.tensor([[*p, *(token for token, _ in answer)]])
+        with torch.no_grad():
+            right = model(tokens).logits[0, len(p) - 1 : -1].log_softmax(-1)
+        for (token, mine), theirs in zip(answer, right, strict=True):
+            assert abs(mine[token] - theirs[token]) < NEAR
+
+
 @pytest.mark.skipif(ON_GPU, reason="vLLM's own backends round in other places")
 @pytest.mark.parametrize("exact_steps", [True, False])
 def test_answers_are_those_of_vllms_own_cache(folder, plain, exact_steps):
@@ -420,7 +447,7 @@ def test_pages_and_layers_with_presets_of_their_own(folder, request):
         found = logprobs(llm)
     assert MEMORY // (64 * (642 + 386)) - pages in (0, 1)
     if not ON_GPU:  # vLLM's own backends round in other places there
-        assert_same(found, request.getfixturevalue("plain"), near=1)  # 4 bits change 0.6
+        assert_same(found, request.getfixturevalue("plain"), near=1)  # 4 bits change 0.8
 
 
 @pytest.mark.skipif(ON_GPU, reason="vLLM has other backends there")

@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def _register_latent_layers() -> None:
-    """Layers with latent attention whose backend, if it is ours, knows the norm of their latents.
+    """Layers with latent attention whose backend, if it is ours, knows the modules around it.
 
     vLLM lets plug-ins replace the class of these layers, and tells backends nothing of the modules
     around them. Another backend is given exactly what vLLM gives it.
@@ -61,8 +61,8 @@ def _register_latent_layers() -> None:
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            if hasattr(self.mla_attn.impl, "latent_norm"):
-                self.mla_attn.impl.latent_norm = self.kv_a_layernorm
+            if hasattr(self.mla_attn.impl, "be_within"):
+                self.mla_attn.impl.be_within(self)
 
     MultiHeadLatentAttentionWrapper.register_oot(LatentAttention, name=name)
 

@@ -149,6 +149,22 @@ class LatentMetadataBuilder(TurboQuantMetadataBuilder):
 # ---- a layer
 
 
+class Rope(torch.nn.Module):
+    """vLLM's rotation in plain PyTorch.
+
+    Its kernel for CPUs (0.32) takes the heads of queries [tokens, heads, d] for tokens: it rotates
+    a part of them, by positions of others.
+    """
+
+    def __init__(self, rope: Any) -> None:
+        super().__init__()
+        self.rope = rope
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        rotated: tuple[Tensor, Tensor] = self.rope.forward_native(positions, query, key)
+        return rotated
+
+
 class LatentImpl(MLAAttentionImpl[LatentMetadata]):
     """One layer: its tables, and the calls of a step."""
 
@@ -199,10 +215,17 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
         )
         refuse(wrong)
         self.plan: Plan = plan_of(self.vllm_config)
-        self.latent_norm: Any = None  # the module; adapter.py tells
+        self.latent_norm: Any = None  # the module; `be_within` tells
         self.drafts = are_for_drafts(self.vllm_config)
         self.index: int | None = None
         self.bound: Tensor | None = None
+
+    def be_within(self, module: Any) -> None:
+        """Learns the norm of latents from the module that has this layer, and rotates its queries
+        right on a CPU."""
+        self.latent_norm = module.kv_a_layernorm
+        if current_platform.is_cpu() and module.rotary_emb is not None:
+            module.rotary_emb = Rope(module.rotary_emb)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         return False
