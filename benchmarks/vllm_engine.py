@@ -299,7 +299,6 @@ def measure_engine(engine: Engine, settings: dict[str, Any], put: Callable[..., 
         torch=torch.__version__,
         cache_tokens=cache.num_gpu_blocks * cache.block_size,
         block_size=cache.block_size,
-        cache_gib=settings["kv_gib"],
         graphs=str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode),
     )
     llm.collective_rpc(random_weights)

@@ -10,7 +10,8 @@ import math
 import mmap
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -271,6 +272,21 @@ def scales(*shape: int, seed: int) -> Tensor:
 
 def int32(*numbers: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+@contextmanager
+def busy_gpu() -> Iterator[None]:
+    """The GPU sleeps all the while, and whoever makes torch wait for it fails."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(400_000_000)  # about 0.2 s
+        before = torch.cuda.Event()
+        before.record()
+        yield
+        assert not before.query()  # it still sleeps
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def multiprocessors() -> int:

@@ -20,6 +20,7 @@ from tests.helpers import (
     FLOATS,
     HEAD_DIMS,
     assert_same_bytes,
+    busy_gpu,
     code_score_rounding,
     codebook_tensors,
     generator,
@@ -520,29 +521,14 @@ def test_no_keys_or_queries():
 # ---- streams, graphs, devices
 
 
-@pytest.fixture
-def no_waiting():
-    """Anything that makes torch wait for the device is an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_never_waits(name, no_waiting):
+def test_never_waits(name):
     """Calls return while the device is busy with what came before them."""
     case, d = CASES[name], 128
-    torch.cuda.set_sync_debug_mode("default")
     inputs = to(case.inputs(d, torch.bfloat16, 1), "cuda")
     case.call(inputs, d, torch.bfloat16)  # loads the kernels
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    torch.cuda._sleep(400_000_000)  # about 0.2 s
-    before = torch.cuda.Event()
-    before.record()
-    case.call(inputs, d, torch.bfloat16)
-    assert not before.query()  # the device still sleeps
+    with busy_gpu():
+        case.call(inputs, d, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,35 +4,19 @@ Attention, codec, linear and mass have such tests in their own files (test_parit
 are captured in graphs there.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.helpers import garbage_cache, int32, randn, to_device
+from tests.helpers import busy_gpu, garbage_cache, int32, randn, to_device
 from tests.pool.harness import append, filled, make_pool
 from torch_turboquant.eviction import POLICIES, Eviction
 
 pytestmark = pytest.mark.cuda
 
 Call = Callable[[], object]
-
-
-@contextmanager
-def busy() -> Iterator[None]:
-    """The device sleeps all the while, and whoever makes torch wait for it fails."""
-    torch.cuda.synchronize()
-    torch.cuda._sleep(400_000_000)  # about 0.2 s
-    before = torch.cuda.Event()
-    before.record()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-        assert not before.query()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def keys_of_layers(seed: int) -> list[torch.Tensor]:
@@ -103,7 +87,7 @@ ONE_CALL = [cache_move, cache_store_layers, mla_load, query_energy, learn_center
 def test_never_waits(make):
     call = make()
     call()  # loads the kernels
-    with busy():
+    with busy_gpu():
         call()
 
 
@@ -111,7 +95,7 @@ def test_never_waits(make):
 def test_weights_never_wait(number):
     call = of_weights()[number]
     call()
-    with busy():
+    with busy_gpu():
         call()
 
 
@@ -127,7 +111,7 @@ def test_policies_never_wait(name, lengths):
         return evict.columns(evict.scores(queries, keys, values, lengths), lengths)
 
     call()
-    with busy():
+    with busy_gpu():
         call()
 
 
@@ -138,6 +122,6 @@ def test_a_pool_comes_back_and_counts_without_waiting():
     other = pool.allocate()
     append(pool, [other], [list(range(20))])
     swapped = pool.swap_out(other)
-    with busy():
+    with busy_gpu():
         pool.swap_in(swapped)
         assert pool.statistics().tokens == 57

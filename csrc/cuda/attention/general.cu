@@ -49,7 +49,7 @@ bool GeneralLaunch::choose(const Attention& a, int most_shared) {
   const int bytes = SharedMemory<S>::bytes(x.layout.head_dim, S::kKeys / tile_tokens * x.layout.tile_bytes);
   if (bytes > most_shared) return false;
   const int64_t rows = int64_t{a.max_q_len} * a.group;
-  x.row_blocks = static_cast<int>((rows + S::kRows - 1) / S::kRows);
+  x.row_blocks = static_cast<int>(divide_up(rows, S::kRows));
   x.work_blocks = num_blocks(int64_t{x.row_blocks} * a.kv_heads * a.seqs, 1);
   x.clear_blocks = a.query_begin ? static_cast<unsigned>(std::min(a.tokens, kMostClearBlocks)) : 0;
   kernel_ = general::general_kernel<S>, threads_ = S::kThreads, bytes_ = bytes;

@@ -61,8 +61,8 @@ def _register_latent_layers() -> None:
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            if hasattr(self.mla_attn.impl, "be_within"):
-                self.mla_attn.impl.be_within(self)
+            if hasattr(self.mla_attn.impl, "attach_to"):
+                self.mla_attn.impl.attach_to(self)
 
     MultiHeadLatentAttentionWrapper.register_oot(LatentAttention, name=name)
 

@@ -215,14 +215,16 @@ class LatentImpl(MLAAttentionImpl[LatentMetadata]):
         )
         refuse(wrong)
         self.plan: Plan = plan_of(self.vllm_config)
-        self.latent_norm: Any = None  # the module; `be_within` tells
+        self.latent_norm: Any = None  # the module; `attach_to` tells
         self.drafts = are_for_drafts(self.vllm_config)
         self.index: int | None = None
         self.bound: Tensor | None = None
 
-    def be_within(self, module: Any) -> None:
-        """Learns the norm of latents from the module that has this layer, and rotates its queries
-        right on a CPU."""
+    def attach_to(self, module: Any) -> None:
+        """Reads the norm of latents from the module around this layer.
+
+        On a CPU the module also gets a rotation that takes its queries as they are shaped (Rope).
+        """
         self.latent_norm = module.kv_a_layernorm
         if current_platform.is_cpu() and module.rotary_emb is not None:
             module.rotary_emb = Rope(module.rotary_emb)
