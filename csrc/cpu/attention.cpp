@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
   parallel_for(lse.numel(), row_grain(d, 8), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const bool none = la[r] == -INFINITY && lb[r] == -INFINITY;  // neither side saw a key
-      const float top = std::max(la[r], lb[r]);                    // NaN of a side makes both factors NaN
+      const float top = std::max(la[r], lb[r]);                    // NaN on either side makes both factors NaN
       const float wa = none ? 0 : std::exp(la[r] - top), wb = none ? 0 : std::exp(lb[r] - top), total = wa + wb;
       l[r] = none ? top : top + std::log(total);
       const float fa = none ? 0 : wa / total, fb = none ? 0 : wb / total;

@@ -38,7 +38,7 @@ AttentionShape shape_of(const Attention& a) {
 void start(Attention& a, const Tensor& q, const Device& device, cudaStream_t stream, const Store& store) {
   const AttentionChoice choice = choose_attention(shape_of(a), device.facts);
   using Kernel = AttentionKernel;
-  // The other kernels share their blocks among sequences: there has to be one.
+  // The other kernels divide their blocks among the sequences, so they need one.
   if (choice.kernel == Kernel::kGeneral || a.seqs == 0) {
     const GeneralLaunch general(a, device.facts);
     if (store) store();
@@ -112,7 +112,7 @@ struct Weights {
       a = b = 0, lse = -INFINITY;
       return;
     }
-    const float top = lse_a < lse_b ? lse_b : lse_a;  // NaN of a side makes a weight NaN, and with it both
+    const float top = lse_a < lse_b ? lse_b : lse_a;  // NaN on either side makes both weights NaN
     const float wa = expf(lse_a - top), wb = expf(lse_b - top), total = wa + wb;
     a = __fdiv_rn(wa, total), b = __fdiv_rn(wb, total), lse = top + logf(total);
   }

@@ -309,7 +309,7 @@ void start(const mla::Latents& x, const Tensor& q, const Device& device, cudaStr
                           .rope_dtype = x.rope_dtype,
                           .rows = x.most_rows()};
   const LatentKernel kernel = choose_latents(shape, device.facts).kernel;
-  // The other kernels share their blocks among sequences: there has to be one.
+  // The other kernels divide their blocks among the sequences, so they need one.
   if (kernel == LatentKernel::kGeneral || x.a.seqs == 0) return mla::attend_general(x, stream);
   mla::LatentLaunch launch(x, kernel, device);
   const Tensor workspace = new_tensor(q, {launch.workspace_bytes()}, ScalarType::Byte, "the work space");

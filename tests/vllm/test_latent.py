@@ -42,8 +42,8 @@ from torch_turboquant.integrations.vllm.prompts import attend_padded
 from torch_turboquant.latent import latent_preset_of, make_latent_tables, norm_center
 
 NOPE, VALUE = 24, 20
-# As published models have it. Without it vLLM 0.32 rotates queries wrongly on a CPU, whatever the
-# cache.
+# As DeepSeek's published models have it. Without it vLLM 0.32 rotates queries wrongly on a CPU,
+# whatever the cache.
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

@@ -153,7 +153,7 @@ class Rope(torch.nn.Module):
     """vLLM's rotation in plain PyTorch.
 
     Its kernel for CPUs (0.32) takes the heads of queries [tokens, heads, d] for tokens: it rotates
-    a part of them, by positions of others.
+    only some of them, and by the positions of other tokens.
     """
 
     def __init__(self, rope: Any) -> None:
