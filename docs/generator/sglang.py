@@ -75,8 +75,8 @@ def sglang_point_order(point: str) -> tuple[int, int, int]:
 def sglang_point(point: str) -> str:
     """A point of bench_sglang in words."""
     kind, number, new = re.fullmatch(r"(\d+x|prompt|hit)(\d+)(?::(\d+))?", point).groups()
-    context = f"{int(number):,}"
-    words = {"prompt": f"prompt of {context}", "hit": f"{new} tokens behind a prefix of {context}"}
+    context, behind = f"{int(number):,}", f"{int(new or 0):,} tokens behind a prefix"
+    words = {"prompt": f"prompt of {context}", "hit": f"{behind} of {context}"}
     return words.get(kind) or f"{kind[:-1]} x {context}"
 
 
