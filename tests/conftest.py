@@ -70,6 +70,13 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
+@pytest.hookimpl
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Workers share a GPU: what a large test leaves in PyTorch's cache of memory, others lack."""
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
 # docs/ops.md: devices with less than 98 KiB of shared memory for a block have these limits.
 NEEDS_MORE_MEMORY = re.compile(
     r"paged_(?:attention|mass) of head_dim (?:25[7-9]|2[6-9]\d|[3-9]\d\d|\d{4})"

@@ -51,7 +51,7 @@ def test_one_launch():
 def test_which_head_dimensions_have_a_split_kv_kernel():
     """Those that the README names; others expand the whole cache. kernel_choice knows which."""
     row = re.search(r"^\| `paged_attention` .*$", (ROOT / "README.md").read_text(), re.MULTILINE)[0]
-    most, *others = re.search(r"up to (\d+) channels, or (\d+) or (\d+);", row).groups()
+    most, *others = re.search(r"up to (\d+) channels, or (\d+) or (\d+)\.", row).groups()
     assert (DIMS[-1], 512, 576) == (int(most), *map(int, others))
     for d in (*DIMS, 512, 576, 288, 320, 1024):
         case = build(tt.preset("k4v4", d), [100])
