@@ -194,6 +194,35 @@ __device__ __forceinline__ void add_up(const Operands<Traits>& operands, const u
 template <typename Traits>
 using Numbers = float[Traits::kSets][16];
 
+// Half of the lane's results, before factors and signs: butterflies of levels, times the scale. butterflies: [word][lane]
+// of that half; unit, offset: of the lane's tokens, unit * (kMiddle + sum) + offset being unit * sum.
+template <typename Traits>
+__device__ __forceinline__ void rotate_back(const Operands<Traits>& operands, const uint4 (*butterflies)[32],
+                                            const int (&middle)[4], const float (&unit)[2], const float (&offset)[2],
+                                            int lane, Numbers<Traits>& y) {
+  constexpr int kSets = Traits::kSets;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    int sum[kSets][4];
+    add_up<Traits>(operands, butterflies[w][lane], middle, sum);
+#pragma unroll
+    for (int h = 0; h < kSets; ++h) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        y[h][i / 2 * 8 + 2 * w + i % 2] = __fmaf_rn(__int_as_float(sum[h][i]), unit[i / 2], offset[i / 2]);
+      }
+    }
+  }
+#pragma unroll
+  for (int h = 0; h + 2 < kSets; ++h) {  // the eighth stage
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const float p = y[h][i], q = y[h + 2][i];
+      y[h][i] = __fadd_rn(p, q), y[h + 2][i] = __fsub_rn(p, q);
+    }
+  }
+}
+
 // Multiplies y by factors in shared memory; from: the factors of the first set.
 template <typename Traits>
 __device__ __forceinline__ void multiply_shared(Numbers<Traits>& y, const float* from) {
@@ -220,6 +249,22 @@ __device__ __forceinline__ void with_channels(Numbers<Traits>& y, const float* f
     load_floats<8>(from + kSetChannels * h, c);
 #pragma unroll
     for (int i = 0; i < 16; ++i) y[h][i] = fn(y[h][i], c[i % 8]);
+  }
+}
+
+// Rounds y and puts it into the span's results in shared memory. channel: its first of a set; g: its first token.
+template <typename Traits, typename T>
+__device__ __forceinline__ void put_result(const Numbers<Traits>& y, int channel, int g, uint8_t* result) {
+#pragma unroll
+  for (int h = 0; h < Traits::kSets; ++h) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t word[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) word[k] = word_of_floats<T>(y[h][8 * i + 2 * k], y[h][8 * i + 2 * k + 1]);
+      *reinterpret_cast<uint4*>(result + (g + 8 * i) * Traits::kResultBytes + 2 * (kSetChannels * h + channel)) =
+          make_uint4(word[0], word[1], word[2], word[3]);
+    }
   }
 }
 
@@ -268,6 +313,46 @@ __device__ __forceinline__ void store_in_order(float* y, const float* factors, c
     *reinterpret_cast<uint32_t*>(row + c) = word_of_floats<T>(z[0], z[1]);
   }
   __syncwarp();
+}
+
+// Tokens that do not exist are zeros. For scales that are zero, negative, infinite or NaN, the sign of zero and the NaN
+// payload of a sum depend on the order of operations, so these odd tokens take the format's own order. row: the span's
+// first vector of `out`; there, odd: of the lane's tokens, g and g + 8; y: [d] in shared memory. All lanes of the warp
+// take part.
+template <typename Traits, typename T>
+__device__ __forceinline__ void store_rare(T* out, int64_t row, int heads, int stored, const bool (&there)[2], const bool (&odd)[2],
+                                           const Operands<Traits>& operands, const float (&unit)[2], bool values,
+                                           const float* factors, const format::Channels& channels, int lane, float* y) {
+  constexpr int kDim = Traits::kDim, kSets = Traits::kSets;
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const int token = g + 8 * i;
+    T* own = out + (row + int64_t{token} * heads) * kDim;
+    if (!(i ? there[1] : there[0]) && token < stored) {
+#pragma unroll 1
+      for (int n = 8 * t; n < kDim; n += 32) *reinterpret_cast<uint4*>(own + n) = make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll 1
+    for (uint32_t left = __ballot_sync(0xffffffff, i ? odd[1] : odd[0]); left; left &= left - 1) {
+      const int one = __ffs(left) - 1;  // a lane of the token; each of its four lanes writes its part of y
+      if (one % 4) continue;
+      if (g == one / 4) {
+#pragma unroll
+        for (int n = 0; n < 4 * kSets; ++n) {
+          const int h = n / 4, product = n / 2 % 2, half = n % 2;
+          const uint32_t bytes = i ? operands[h][product][2 * half + 1] : operands[h][product][2 * half];
+#pragma unroll
+          for (int byte = 0; byte < 4; ++byte) {
+            y[kSetChannels * h + channel_of_operand(values, product, half, t, byte)] =
+                __fmul_rn(i ? unit[1] : unit[0], static_cast<float>(static_cast<int8_t>(bytes >> 8 * byte)));
+          }
+        }
+      }
+      __syncwarp();
+      store_in_order<Traits>(y, factors, channels, lane, own + (one / 4 - g) * (int64_t{heads} * kDim));
+    }
+  }
 }
 
 // ---- All together ---------------------------------------------------------------------------------------------------
@@ -361,26 +446,7 @@ __device__ __forceinline__ void decode_spans(const DecodeArguments& a, const F& 
     for (int step = 0; step < 2; ++step) {
       const int channel = 32 * step + 8 * t;  // the lane's first of a set
       Numbers<Traits> y;
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        int sum[kSets][4];
-        add_up<Traits>(operands, butterflies[s][4 * step + w][lane], middle, sum);
-#pragma unroll
-        for (int h = 0; h < kSets; ++h) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {  // unit * (kMiddle + sum) - unit * kMiddle
-            y[h][i / 2 * 8 + 2 * w + i % 2] = __fmaf_rn(__int_as_float(sum[h][i]), unit[i / 2], offset[i / 2]);
-          }
-        }
-      }
-#pragma unroll
-      for (int h = 0; h + 2 < kSets; ++h) {  // the eighth stage
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          const float p = y[h][i], q = y[h + 2][i];
-          y[h][i] = __fadd_rn(p, q), y[h + 2][i] = __fsub_rn(p, q);
-        }
-      }
+      rotate_back<Traits>(operands, butterflies[s] + 4 * step, middle, unit, offset, lane, y);
       multiply_shared<Traits>(y, factors[s] + channel);
       const format::Channels channels = source.channels.of_head(span.head, kDim);
       if (channels.inverse) {
@@ -389,17 +455,7 @@ __device__ __forceinline__ void decode_spans(const DecodeArguments& a, const F& 
       if (channels.center) {
         with_channels<Traits>(y, channels.center + channel, [](float a, float b) { return __fadd_rn(a, b); });
       }
-#pragma unroll
-      for (int h = 0; h < kSets; ++h) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          uint32_t word[4];
-#pragma unroll
-          for (int k = 0; k < 4; ++k) word[k] = word_of_floats<T>(y[h][8 * i + 2 * k], y[h][8 * i + 2 * k + 1]);
-          *reinterpret_cast<uint4*>(result + (g + 8 * i) * Traits::kResultBytes + 2 * (kSetChannels * h + channel)) =
-              make_uint4(word[0], word[1], word[2], word[3]);
-        }
-      }
+      put_result<Traits, T>(y, channel, g, result);
     }
     __syncwarp();
     const int64_t row = spans.row(span);
@@ -407,8 +463,6 @@ __device__ __forceinline__ void decode_spans(const DecodeArguments& a, const F& 
     store_result<Traits>(result, source.out, row, a.heads, stored, lane);
     __syncwarp();
 
-    // Rare cases. Tokens that do not exist are zeros. For scales that are zero, negative, infinite or NaN, the sign of
-    // zero and the NaN payload of a sum depend on the order of operations, so these tokens take the format's own order.
     bool there[2], odd[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -416,36 +470,8 @@ __device__ __forceinline__ void decode_spans(const DecodeArguments& a, const F& 
       odd[i] = there[i] && !(unit[i] > 0 && unit[i] < INFINITY);
     }
     if (!__any_sync(0xffffffff, !there[0] || !there[1] || odd[0] || odd[1])) continue;
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      const int token = g + 8 * i;
-      T* own = static_cast<T*>(source.out) + (row + int64_t{token} * a.heads) * kDim;
-      if (!(i ? there[1] : there[0]) && token < stored) {
-#pragma unroll 1
-        for (int n = 8 * t; n < kDim; n += 32) *reinterpret_cast<uint4*>(own + n) = make_uint4(0, 0, 0, 0);
-      }
-#pragma unroll 1
-      for (uint32_t left = __ballot_sync(0xffffffff, i ? odd[1] : odd[0]); left; left &= left - 1) {
-        const int one = __ffs(left) - 1;  // a lane of the token; each of its four lanes writes its part of y
-        if (one % 4) continue;
-        float* y = reinterpret_cast<float*>(result);
-        if (g == one / 4) {
-#pragma unroll
-          for (int n = 0; n < 4 * kSets; ++n) {
-            const int h = n / 4, product = n / 2 % 2, half = n % 2;
-            const uint32_t bytes = i ? operands[h][product][2 * half + 1] : operands[h][product][2 * half];
-#pragma unroll
-            for (int byte = 0; byte < 4; ++byte) {
-              y[kSetChannels * h + channel_of_operand(values, product, half, t, byte)] =
-                  __fmul_rn(i ? unit[1] : unit[0], static_cast<float>(static_cast<int8_t>(bytes >> 8 * byte)));
-            }
-          }
-        }
-        __syncwarp();
-        store_in_order<Traits>(y, factors[s], source.channels.of_head(span.head, kDim), lane,
-                               own + (one / 4 - g) * (int64_t{a.heads} * kDim));
-      }
-    }
+    store_rare<Traits>(static_cast<T*>(source.out), row, a.heads, stored, there, odd, operands, unit, values,
+                       factors[s], source.channels.of_head(span.head, kDim), lane, reinterpret_cast<float*>(result));
   }
 }
 

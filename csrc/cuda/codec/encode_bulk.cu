@@ -29,12 +29,111 @@ enum class Rounding {
   kBytes,   // to 8-bit codes, which have no table
 };
 
+// Which spans a warp takes, in steps of as many vectors as it has registers for (kPasses). Items are dealt to
+// multiprocessors first, so that the last ones, fewer than there are warps, spread over all of them. All tokens of a
+// head come before those of the next one: its records are a small part of the cache, so that bytes of scattered tokens
+// meet others of their sectors in the L2 cache.
+template <typename Traits>
+class Items {
+ public:
+  __device__ __forceinline__ Items(const EncodeArguments& a, int warp, int warps) : heads_(a.heads) {
+    passes_ = (static_cast<int>(a.tokens) + kSpanTokens<Traits> - 1) / kSpanTokens<Traits> * kPasses<Traits>;
+    const int item = warp / a.sources * gridDim.x + blockIdx.x, on = gridDim.x * (warps / a.sources);
+    pass_ = item % passes_, head = item / passes_;
+    passes_on_ = on % passes_, heads_on_ = on / passes_;
+  }
+  // The first comparison is always true. With it, the compiler finds registers for all variables of the loop.
+  __device__ __forceinline__ bool any_left() const { return pass_ < passes_ && head < heads_; }
+  // The first token of the span, and the place in it of one of the warp's vectors.
+  __device__ __forceinline__ int first_token() const { return pass_ / kPasses<Traits> * kSpanTokens<Traits>; }
+  __device__ __forceinline__ int number(int vector) const {
+    return token_of_vector<Traits>(vector, pass_ % kPasses<Traits>);
+  }
+  __device__ __forceinline__ void advance() {
+    pass_ += passes_on_;
+    head += heads_on_;
+    if (pass_ >= passes_) {
+      pass_ -= passes_;
+      ++head;
+    }
+  }
+
+  int head;
+
+ private:
+  int pass_, passes_, passes_on_, heads_on_;
+  const int heads_;
+};
+
+// Where a lane stores its part of a vector and, if it is the first one, the scale.
+template <typename Traits>
+struct Target {
+  Kind kind;
+  bool exists;   // the vector
+  Token to;      // of the pages; its tile is null if the token has no slot
+  int64_t slot;  // of the pages
+  int64_t row;   // of dense rows
+  int number;    // the token's, in its span
+  int part, vector, lane;
+
+  // All lanes of the warp take part.
+  template <Width WIDTH>
+  __device__ __forceinline__ void store_value(const EncodeArguments& a, const uint32_t* codes, uint16_t scale) const {
+    uint8_t* block = to.tile ? to.value_block(a.layout) : nullptr;
+    // Whether the tokens are those of a value block, in its order.
+    const int64_t begin = slot - number % format::kValueGroup;
+    const int64_t common = __shfl_sync(0xffffffff, begin, lane - vector % format::kValueGroup * Traits::kLanes - part);
+    if (__all_sync(0xffffffff, to.tile && begin == common && begin % format::kValueGroup == 0)) {
+      put_value<Traits, WIDTH>(codes, part, WholeBlock<Traits, WIDTH>{block, to.number});
+    } else {
+      put_value<Traits, WIDTH>(codes, part, ScatteredTokens<Traits, WIDTH>(block, to.number, lane));
+    }
+    if (to.tile && part == 0) __stwb(to.value_scale(a.layout), scale);
+  }
+
+  __device__ __forceinline__ void store_bytes(const EncodeArguments& a, const uint32_t* codes, uint16_t scale) const {
+    if (kind == Kind::kValues) return store_value<Width::k8>(a, codes, scale);
+    if (kind == Kind::kKeys ? !to.tile : !exists) return;
+    uint8_t* at = kind == Kind::kKeys ? to.key_row(a.layout) : a.packed + row * a.row_bytes;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) put_byte_group(codes + 8 * h, Traits::group(part, h), at);
+    if (part == 0) __stwb(kind == Kind::kKeys ? to.key_scale(a.layout) : a.scale + row, scale);
+  }
+
+  // Codes of up to 5 bits.
+  __device__ __forceinline__ void store(const EncodeArguments& a, Width width, LaneCodes& codes, uint16_t scale) const {
+    dispatch_codes(kind, width, [&]<Kind KIND, Width WIDTH>() {
+      if constexpr (format::levels_are_codes(WIDTH)) {
+        // has a kernel of its own
+      } else if constexpr (KIND == Kind::kValues) {
+        if constexpr (format::is_spread(WIDTH)) to_neighbours<Traits>(codes.low, part);
+        store_value<WIDTH>(a, codes.low, scale);
+      } else if constexpr (KIND == Kind::kKeys) {
+        if (!to.tile) return;
+        uint8_t *at = to.key_row(a.layout), *plane = to.key_plane(a.layout);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          put_key_group<WIDTH>(codes.low + 4 * h, codes.high[h], Traits::group(part, h), at, plane);
+        }
+        if (part == 0) __stwb(to.key_scale(a.layout), scale);
+      } else if (exists) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          put_dense_group<WIDTH>(codes.low + 4 * h, codes.high[h], Traits::group(part, h),
+                                 a.packed + row * a.row_bytes);
+        }
+        if (part == 0) a.scale[row] = scale;
+      }
+    });
+  }
+};
+
 template <typename Traits, typename T, Rounding ROUNDING>
 __device__ __forceinline__ void encode_all(const EncodeArguments& a) {
   constexpr bool SEARCH = ROUNDING == Rounding::kSearch, BYTES = ROUNDING == Rounding::kBytes;
   static_assert(Traits::kLanes * kSignStride + kTableWords<Traits, SEARCH> == kSourceWords<Traits, SEARCH> &&
                 Traits::kVectors * kStageStride<Traits> == kStageWords<Traits>);
-  constexpr int kTokens = kSpanTokens<Traits>, kLanes = Traits::kLanes;
+  constexpr int kLanes = Traits::kLanes;
   // Loading the slot before its vector is encoded hides the latency, but takes registers, which are short elsewhere.
   constexpr bool kSlotFirst = !SEARCH && kLanes == 2;
   extern __shared__ uint4 dynamic[];
@@ -48,27 +147,17 @@ __device__ __forceinline__ void encode_all(const EncodeArguments& a) {
   // Of two neighbouring warps one takes keys and one values, so that every scheduler has as many of both. After each
   // span they swap, because values take longer.
   int next = (warp + warp / 4) % a.sources;
-  const int warps = threads / 32 / a.sources;
   uint32_t* stage = words + a.sources * kSourceWords<Traits, SEARCH> + warp * kStageWords<Traits>;
 
   const int tokens = static_cast<int>(a.tokens);
-  const int passes = (tokens + kTokens - 1) / kTokens * kPasses<Traits>;
-  // Items are dealt to multiprocessors first, so that the last ones, fewer than there are warps, spread over all of
-  // them.
-  const int item = warp / a.sources * gridDim.x + blockIdx.x, items_on = gridDim.x * warps;
-  // All tokens of a head come before those of the next one. Its records are a small part of the cache, so that bytes of
-  // scattered tokens meet others of their sectors in the L2 cache.
-  int pass = item % passes, head = item / passes;
-  const int passes_on = items_on % passes, heads_on = items_on / passes;
-  // The first comparison is always true. With it, the compiler finds registers for all variables of the loop.
-  const auto any_left = [&] { return pass < passes && head < a.heads; };
+  Items<Traits> items(a, warp, threads / 32);
   const auto start_copies = [&] {
-    if (!any_left()) return;
+    if (!items.any_left()) return;
     const EncodeSource& from = a.source[next];
     const uint32_t stride = static_cast<uint32_t>(from.token_stride);
-    const int first = pass / kPasses<Traits> * kTokens + token_of_vector<Traits>(0, pass % kPasses<Traits>);
+    const int first = items.first_token() + items.number(0);
     const uint8_t* rows = from.data + uint64_t{static_cast<uint32_t>(first)} * stride +
-                          uint64_t{static_cast<uint32_t>(head)} * static_cast<uint32_t>(from.head_stride);
+                          uint64_t{static_cast<uint32_t>(items.head)} * static_cast<uint32_t>(from.head_stride);
     start_rows<Traits>(stage, rows, stride, tokens - first, lane, [](int v) { return token_of_vector<Traits>(v, 0); });
   };
   // The first vectors of all warps keep memory busy for longer than tables of one candidate take, and would delay the
@@ -98,9 +187,9 @@ __device__ __forceinline__ void encode_all(const EncodeArguments& a) {
   __syncthreads();
 
 #pragma unroll 1
-  while (any_left()) {
-    const int now = next, from_head = head, number = token_of_vector<Traits>(vector, pass % kPasses<Traits>);
-    const int token = pass / kPasses<Traits> * kTokens + number;
+  while (items.any_left()) {
+    const int now = next, from_head = items.head, number = items.number(vector);
+    const int token = items.first_token() + number;
     const bool exists = token < tokens;
     int64_t slot = kSlotFirst && exists && !a.packed ? a.slots[token] : -1;
     const EncodeSource& source = a.source[now];
@@ -123,12 +212,7 @@ __device__ __forceinline__ void encode_all(const EncodeArguments& a) {
     });
     __syncwarp();
     next = a.sources - 1 - now;
-    pass += passes_on;
-    head += heads_on;
-    if (pass >= passes) {
-      pass -= passes;
-      ++head;
-    }
+    items.advance();
     start_copies();
 
     const bool zero = v.length == 0;
@@ -156,53 +240,11 @@ __device__ __forceinline__ void encode_all(const EncodeArguments& a) {
     if (!v.finite) scale = format::kNanScale;
 
     const Token to = a.packed ? Token{} : a.pages.token(slot, from_head, a.layout);
-    // Codes of a lane in value blocks; all lanes of the warp take part.
-    const auto put_values = [&]<Width WIDTH>(const uint32_t* codes) {
-      uint8_t* block = to.tile ? to.value_block(a.layout) : nullptr;
-      // Whether the tokens are those of a value block, in its order.
-      const int64_t begin = slot - number % format::kValueGroup;
-      const int64_t common = __shfl_sync(0xffffffff, begin, lane - vector % format::kValueGroup * kLanes - part);
-      if (__all_sync(0xffffffff, to.tile && begin == common && begin % format::kValueGroup == 0)) {
-        put_value<Traits, WIDTH>(codes, part, WholeBlock<Traits, WIDTH>{block, to.number});
-      } else {
-        put_value<Traits, WIDTH>(codes, part, ScatteredTokens<Traits, WIDTH>(block, to.number, lane));
-      }
-      if (to.tile && part == 0) __stwb(to.value_scale(a.layout), scale);
-    };
-    const int64_t row = int64_t{token} * a.heads + from_head;
+    const Target<Traits> target{kind, exists, to, slot, int64_t{token} * a.heads + from_head, number, part, vector, lane};
     if constexpr (BYTES) {
-      if (kind == Kind::kValues) {
-        put_values.template operator()<Width::k8>(byte_codes);
-      } else if (kind == Kind::kKeys ? to.tile != nullptr : exists) {
-        uint8_t* at = kind == Kind::kKeys ? to.key_row(a.layout) : a.packed + row * a.row_bytes;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) put_byte_group(byte_codes + 8 * h, Traits::group(part, h), at);
-        if (part == 0) __stwb(kind == Kind::kKeys ? to.key_scale(a.layout) : a.scale + row, scale);
-      }
+      target.store_bytes(a, byte_codes, scale);
     } else {
-      dispatch_codes(kind, source.book.width, [&]<Kind KIND, Width WIDTH>() {
-        if constexpr (format::levels_are_codes(WIDTH)) {
-          // has a kernel of its own
-        } else if constexpr (KIND == Kind::kValues) {
-          if constexpr (format::is_spread(WIDTH)) to_neighbours<Traits>(codes.low, part);
-          put_values.template operator()<WIDTH>(codes.low);
-        } else if constexpr (KIND == Kind::kKeys) {
-          if (!to.tile) return;
-          uint8_t *at = to.key_row(a.layout), *plane = to.key_plane(a.layout);
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            put_key_group<WIDTH>(codes.low + 4 * h, codes.high[h], Traits::group(part, h), at, plane);
-          }
-          if (part == 0) __stwb(to.key_scale(a.layout), scale);
-        } else if (exists) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            put_dense_group<WIDTH>(codes.low + 4 * h, codes.high[h], Traits::group(part, h),
-                                   a.packed + row * a.row_bytes);
-          }
-          if (part == 0) a.scale[row] = scale;
-        }
-      });
+      target.store(a, source.book.width, codes, scale);
     }
     if (a.tail.data && to.tile) {
       const int64_t kept = a.tail.row(token);

@@ -196,6 +196,98 @@ struct TailPlace {
   }
 };
 
+// ---- A token's record -----------------------------------------------------------------------------------------------
+
+// Where the codes and the scale of a lane's vector go, as Pages::token computes it.
+struct StepPlace {
+  bool stored;       // whether the token exists and has a slot
+  uint32_t number;   // the token's, in its tile
+  uint64_t tile;     // bytes from a.pages, as the next two
+  uint64_t codes, scale;
+
+  __device__ __forceinline__ StepPlace(const StepArguments& a, int64_t slot, bool exists, uint32_t head, uint32_t scales,
+                                       const StepTarget& target) {
+    const uint64_t page = static_cast<uint64_t>(slot >> a.page_shift);
+    stored = exists && page < a.num_pages;
+    const uint32_t offset = static_cast<uint32_t>(slot) & ((1u << a.page_shift) - 1);
+    number = offset & ((1u << a.tile_shift) - 1);
+    tile = format::record_offset_32(static_cast<uint32_t>(page), head, a.page_stride, a.record_bytes) +
+           (offset >> a.tile_shift) * a.tile_bytes;
+    codes = tile + target.of_token(number), scale = tile + scales + 2 * number;
+    asm volatile("" : "+l"(codes), "+l"(scale));  // computes both here, where there is time
+  }
+};
+
+// ---- A lane's share of a vector -------------------------------------------------------------------------------------
+
+// Channels, as they were loaded: without the center, and times factors and signs, where there are such.
+template <typename Traits>
+__device__ __forceinline__ void prepare_channels(const uint32_t (&word)[Traits::kChunks][2], bool is_half,
+                                                 const StepSource& source, const float (&center)[Traits::kPerLane],
+                                                 const float (&factor)[Traits::kPerLane],
+                                                 const float (&signs)[Traits::kPerLane], float (&x)[Traits::kPerLane]) {
+#pragma unroll
+  for (int q = 0; q < Traits::kChunks; ++q) {
+    // One kernel for both dtypes: there is nothing else that depends on them.
+    is_half ? floats_of_words<__half>(word[q], x + 4 * q) : floats_of_words<__nv_bfloat16>(word[q], x + 4 * q);
+  }
+  if (source.center) {
+#pragma unroll
+    for (int i = 0; i < Traits::kPerLane; ++i) x[i] = __fsub_rn(x[i], center[i]);
+  }
+  if (source.factor) {
+#pragma unroll
+    for (int i = 0; i < Traits::kPerLane; ++i) x[i] = __fmul_rn(x[i], factor[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < Traits::kPerLane; ++i) x[i] = __fmul_rn(x[i], signs[i]);
+}
+
+// Rotated coordinates, and what the vector's scale needs.
+template <typename Traits>
+struct StepVector {
+  using Constants = StepConstants<Traits::kLogBlock>;
+  float (&y)[Traits::kPerLane];
+  LengthAndUnits<Constants> scaled;
+  int exponent = 0;
+  bool finite = true, zero = false;
+
+  // y: the rotated x. As in rotate_vector, a power of two is taken out only where a vector of the warp needs it.
+  __device__ __forceinline__ StepVector(const float (&x)[Traits::kPerLane], float (&y)[Traits::kPerLane], int lane)
+      : y(y), scaled(0) {
+    float squares = sum_of_squares<Traits>(y);
+    scaled = LengthAndUnits<Constants>(squares);  // before the vote, whose latency it hides
+    if (__all_sync(0xffffffff, squares >= 0x1p-60f && squares <= 0x1p100f)) [[likely]] return;
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < Traits::kPerLane; ++i) {
+      y[i] = x[i];
+      asm volatile("" : "+f"(y[i]));  // keeps this work out of the usual path
+      largest = max(largest, magnitude_bits(y[i]));
+    }
+    largest = max_of_lanes<Traits::kLanes>(largest);
+    finite = largest < kInfinityBits;
+    exponent = prescale_exponent(largest);
+    const float down = power_of_two(-exponent);
+#pragma unroll
+    for (int i = 0; i < Traits::kPerLane; ++i) y[i] = finite ? __fmul_rn(y[i], down) : 0.0f;
+    butterflies<Traits>(y, lane);
+    squares = sum_of_squares<Traits>(y);
+    zero = squares == 0;
+    if (zero) squares = 1;  // any length will do: all coordinates are zero
+    scaled = LengthAndUnits<Constants>(squares);
+  }
+
+  // The stored scale.
+  __device__ __forceinline__ uint16_t scale(const Fit& fit, ScaleMode mode) const {
+    constexpr EncodeConstants constants = Constants::values();
+    uint16_t scale = fit.scale(mode, scaled.length, exponent, constants);
+    if (zero) scale = 0;
+    if (!finite) scale = format::kNanScale;
+    return scale;
+  }
+};
+
 // ---- The kernel -----------------------------------------------------------------------------------------------------
 
 // Shared memory: the candidates of the block, or (one candidate) a copy for every warp, so that no warp waits for
@@ -208,13 +300,72 @@ struct StepShared {
   uint16_t selectors[SEARCH ? kWarps : 1][kMostCandidates][QUADS][32];
 };
 
+// Stores the codes of a lane's channels, which have up to 5 bits. selector: their magnitudes.
+template <typename Traits>
+__device__ __forceinline__ void store_codes(uint8_t* pages, const StepPlace& at, const StepTarget& target, int kind,
+                                            Width width, int section, const Quad (&quads)[Traits::kChunks],
+                                            const uint32_t (&selector)[Traits::kChunks], bool finite, int lane) {
+  const uint32_t half = 1 << (format::num_bits(width) - 1), ones = 2 * half - 1;
+  const bool stored = at.stored && target.is_owner;
+#pragma unroll
+  for (int q = 0; q < Traits::kChunks; ++q) {
+    const uint32_t negative = quads[q].negative_nibbles();
+    uint32_t codes = (selector[q] + (half & 15) * 0x1111) ^ (negative & (ones & 15) * 0x1111);
+    codes = finite ? codes & 0xFFFF : 0;
+    uint8_t* to = pages + at.codes + q * target.quad;
+    if (kind == 0) {
+      const uint32_t high = (~negative & 1) | (~negative >> 3 & 2) | (~negative >> 6 & 4) | (~negative >> 9 & 8);
+      put_step_key(codes, finite ? high : 0, width, lane, stored, to,
+                   pages + at.tile + section + at.number * (Traits::kDim / 8) + q * (Traits::kLanes / 2));
+    } else {
+      put_step_value(codes, width, lane, stored, to, 4 * target.stride);
+    }
+  }
+}
+
+// Chooses and stores 8-bit codes. own_step: the step of the only candidate; all_steps: of several, in shared memory.
+// The lane `kept` gets the fit.
+template <typename Traits, bool SEARCH>
+__device__ __forceinline__ Fit store_byte_codes(uint8_t* pages, const StepPlace& at, const StepTarget& target, int kind,
+                                                int num_steps, const StepVector<Traits>& vector, float own_step,
+                                                const float (&all_steps)[kMostCandidates], int lane, int& kept) {
+  constexpr int kLanes = Traits::kLanes;
+  ByteQuad quads[Traits::kChunks];
+#pragma unroll
+  for (int q = 0; q < Traits::kChunks; ++q) quads[q] = ByteQuad(vector.y + 4 * q, vector.scaled.k);
+  Fit fit;
+  if constexpr (SEARCH) {
+    __syncthreads();
+    const ByteCandidates<Traits> sums(quads, all_steps, num_steps, lane);
+    fit = Fit::of_sums(sums.dot, sums.squares, all_steps[lane % kMostCandidates]);
+    kept = best_lane<kLanes>(fit, threadIdx.x % 32 - lane);
+  } else {
+    const TriedBytes<Traits> tried(quads, ByteSteps(own_step));
+    fit = Fit::of_sums(sum_of_lanes<kLanes>(static_cast<int>(tried.dot)),
+                       sum_of_lanes<kLanes>(static_cast<int>(tried.squares)), own_step);
+  }
+  const ByteSteps steps(SEARCH ? all_steps[kept] : own_step);
+#pragma unroll
+  for (int q = 0; q < Traits::kChunks; ++q) {
+    const uint32_t codes = vector.finite ? quads[q].codes(steps) : 0;
+    uint8_t* to = pages + at.codes + q * target.quad;
+    if (!at.stored) continue;
+    if (kind == 0) {
+      *reinterpret_cast<uint32_t*>(to) = codes;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[4 * target.stride * i] = static_cast<uint8_t>(codes >> 8 * i);
+    }
+  }
+  return fit;
+}
+
 // BYTES: keys or values, or both, have 8-bit codes.
 template <typename Traits, bool SEARCH, bool BYTES>
 __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_constant__ StepArguments a) {
   let_next_kernel_begin();
   constexpr int kLanes = Traits::kLanes, kQuads = Traits::kChunks, kVectors = 32 / kLanes;  // of a warp
   constexpr int kPerLane = Traits::kPerLane, kDim = Traits::kDim;
-  using Constants = StepConstants<Traits::kLogBlock>;
   __shared__ __align__(16) StepShared<kQuads, SEARCH> shared;
   unsigned thread = threadIdx.x;
   asm volatile("" : "+r"(thread));  // keeps the compiler from reading the register again and again
@@ -240,8 +391,8 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
   if (source.factor) load<Traits>(source.factor + head * kDim, lane, factor);
   const int number_s = SEARCH ? thread / kMostBoundaries : 0, number_j = thread % kMostBoundaries;
   const PairEntry entry(source, number_s, number_j);
-  TailPlace place;
-  if (a.has_tail) place = TailPlace(a.tail, static_cast<int>(token));
+  TailPlace kept_at;
+  if (a.has_tail) kept_at = TailPlace(a.tail, static_cast<int>(token));
 
   // Independent work, to hide the latency of the loads.
   const Width width = source.width();
@@ -251,22 +402,9 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
   if (is_bytes) target = StepTarget::of_bytes<kDim, kLanes>(kind, lane, source.section);
 
   float x[kPerLane], y[kPerLane];
+  prepare_channels<Traits>(word, a.is_half, source, center, factor, signs, x);
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    // One kernel for both dtypes: there is nothing else that depends on them.
-    a.is_half ? floats_of_words<__half>(word[q], x + 4 * q) : floats_of_words<__nv_bfloat16>(word[q], x + 4 * q);
-  }
-  if (source.center) {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) x[i] = __fsub_rn(x[i], center[i]);
-  }
-  if (source.factor) {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) x[i] = __fmul_rn(x[i], factor[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) y[i] = x[i] = __fmul_rn(x[i], signs[i]);
-
+  for (int i = 0; i < kPerLane; ++i) y[i] = x[i];
   butterflies<Traits>(y, lane);
   // The codebook and the token's address: independent work, to hide the latency of the shuffles.
   if constexpr (SEARCH) {
@@ -281,51 +419,15 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
   }
   __syncwarp();
 
-  // The token's address, as Pages::token computes it.
-  const uint64_t page = static_cast<uint64_t>(slot >> a.page_shift);
-  const bool stored = exists && page < a.num_pages;
-  const uint32_t offset = static_cast<uint32_t>(slot) & ((1u << a.page_shift) - 1);
-  const uint32_t number = offset & ((1u << a.tile_shift) - 1);
-  const uint64_t tile = format::record_offset_32(static_cast<uint32_t>(page), head, a.page_stride, a.record_bytes) +
-                        (offset >> a.tile_shift) * a.tile_bytes;
-  uint64_t codes_at = tile + target.of_token(number), scale_at = tile + source.scales + 2 * number;
-  asm volatile("" : "+l"(codes_at), "+l"(scale_at));  // computes both here, where there is time
+  const StepPlace at(a, slot, exists, head, source.scales, target);
   const ScaleMode mode = source.scale_mode();
-  float squares = sum_of_squares<Traits>(y);
-  LengthAndUnits<Constants> scaled(squares);  // before the vote below, whose latency it hides
-
-  // As in rotate_vector, a power of two is taken out only where the vector needs it.
-  int e = 0;
-  bool finite = true, zero = false;
-  if (!__all_sync(0xffffffff, squares >= 0x1p-60f && squares <= 0x1p100f)) [[unlikely]] {
-    uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      y[i] = x[i];
-      asm volatile("" : "+f"(y[i]));  // keeps this work out of the usual path
-      largest = max(largest, magnitude_bits(y[i]));
-    }
-    largest = max_of_lanes<kLanes>(largest);
-    finite = largest < kInfinityBits;
-    e = prescale_exponent(largest);
-    const float down = power_of_two(-e);
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) y[i] = finite ? __fmul_rn(y[i], down) : 0.0f;
-    butterflies<Traits>(y, lane);
-    squares = sum_of_squares<Traits>(y);
-    zero = squares == 0;
-    if (zero) squares = 1;  // any length will do: all coordinates are zero
-    scaled = LengthAndUnits<Constants>(squares);
-  }
+  const StepVector<Traits> vector(x, y, lane);
   // Stores the scale, and the vector in the tail. kept: the lane that has the fit.
   const auto finish = [&](const Fit& fit, int kept) {
-    constexpr EncodeConstants constants = Constants::values();
-    uint16_t scale = fit.scale(mode, scaled.length, e, constants);
-    if (zero) scale = 0;
-    if (!finite) scale = format::kNanScale;
-    if (stored && lane == kept) *reinterpret_cast<uint16_t*>(a.pages + scale_at) = scale;
-    if (a.has_tail && stored) {
-      uint8_t* to = place.at(a.tail, head, kind, 2 * kDim);
+    const uint16_t scale = vector.scale(fit, mode);
+    if (at.stored && lane == kept) *reinterpret_cast<uint16_t*>(a.pages + at.scale) = scale;
+    if (a.has_tail && at.stored) {
+      uint8_t* to = kept_at.at(a.tail, head, kind, 2 * kDim);
       if (!to) return;
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
@@ -335,34 +437,9 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
   };
   if constexpr (BYTES) {
     if (is_bytes) {
-      ByteQuad quads[kQuads];
-#pragma unroll
-      for (int q = 0; q < kQuads; ++q) quads[q] = ByteQuad(y + 4 * q, scaled.k);
-      Fit fit;
       int kept = 0;
-      if constexpr (SEARCH) {
-        __syncthreads();
-        const ByteCandidates<Traits> sums(quads, shared.step, source.num_steps, lane);
-        fit = Fit::of_sums(sums.dot, sums.squares, shared.step[lane % kMostCandidates]);
-        kept = best_lane<kLanes>(fit, own - lane);
-      } else {
-        const TriedBytes<Traits> tried(quads, ByteSteps(entry.step));
-        fit = Fit::of_sums(sum_of_lanes<kLanes>(static_cast<int>(tried.dot)),
-                           sum_of_lanes<kLanes>(static_cast<int>(tried.squares)), entry.step);
-      }
-      const ByteSteps steps(SEARCH ? shared.step[kept] : entry.step);
-#pragma unroll
-      for (int q = 0; q < kQuads; ++q) {
-        const uint32_t codes = finite ? quads[q].codes(steps) : 0;
-        uint8_t* to = a.pages + codes_at + q * target.quad;
-        if (!stored) continue;
-        if (kind == 0) {
-          *reinterpret_cast<uint32_t*>(to) = codes;
-        } else {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) to[4 * target.stride * i] = static_cast<uint8_t>(codes >> 8 * i);
-        }
-      }
+      const Fit fit = store_byte_codes<Traits, SEARCH>(a.pages, at, target, kind, source.num_steps, vector, entry.step,
+                                                       shared.step, lane, kept);
       return finish(fit, kept);
     }
   }
@@ -376,7 +453,7 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
   if constexpr (!SEARCH) first[0] = first_from[0], first[1] = first_from[1], levels.word = *levels_from;
   Quad quads[kQuads];
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) quads[q] = Quad(y + 4 * q, scaled.k);
+  for (int q = 0; q < kQuads; ++q) quads[q] = Quad(y + 4 * q, vector.scaled.k);
 
   if constexpr (SEARCH) {
     __syncthreads();
@@ -414,21 +491,7 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
     for (int q = 0; q < kQuads; ++q) selector[q] = shared.selectors[warp][kept][q][own];
   }
 
-  const uint32_t half = 1 << (format::num_bits(width) - 1), ones = 2 * half - 1;
-  const bool codes_stored = stored && target.is_owner;
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    const uint32_t negative = quads[q].negative_nibbles();
-    uint32_t codes = (selector[q] + (half & 15) * 0x1111) ^ (negative & (ones & 15) * 0x1111);
-    codes = finite ? codes & 0xFFFF : 0;
-    if (kind == 0) {
-      const uint32_t high = (~negative & 1) | (~negative >> 3 & 2) | (~negative >> 6 & 4) | (~negative >> 9 & 8);
-      put_step_key(codes, finite ? high : 0, width, lane, codes_stored, a.pages + codes_at + q * target.quad,
-                   a.pages + tile + source.section + number * (kDim / 8) + q * (kLanes / 2));
-    } else {
-      put_step_value(codes, width, lane, codes_stored, a.pages + codes_at + q * target.quad, 4 * target.stride);
-    }
-  }
+  store_codes<Traits>(a.pages, at, target, kind, width, source.section, quads, selector, vector.finite, lane);
   // The scale comes after the codes, so that their stores are under way while it is computed.
   if constexpr (!SEARCH) fit = Fit::of_sums(dot, level_squares, step);
   finish(fit, kept);
