@@ -194,8 +194,8 @@ __device__ __forceinline__ void add_up(const Operands<Traits>& operands, const u
 template <typename Traits>
 using Numbers = float[Traits::kSets][16];
 
-// Half of the lane's results, before factors and signs: butterflies of levels, times the scale. butterflies: [word][lane]
-// of that half; unit, offset: of the lane's tokens, unit * (kMiddle + sum) + offset being unit * sum.
+// Half of the lane's results, before factors and signs: butterflies of levels, times the scale. butterflies: of that
+// half, [word][lane]; unit: scales of the lane's tokens; offset: unit * -kMiddle, which is in all sums.
 template <typename Traits>
 __device__ __forceinline__ void rotate_back(const Operands<Traits>& operands, const uint4 (*butterflies)[32],
                                             const int (&middle)[4], const float (&unit)[2], const float (&offset)[2],
@@ -320,9 +320,10 @@ __device__ __forceinline__ void store_in_order(float* y, const float* factors, c
 // first vector of `out`; there, odd: of the lane's tokens, g and g + 8; y: [d] in shared memory. All lanes of the warp
 // take part.
 template <typename Traits, typename T>
-__device__ __forceinline__ void store_rare(T* out, int64_t row, int heads, int stored, const bool (&there)[2], const bool (&odd)[2],
-                                           const Operands<Traits>& operands, const float (&unit)[2], bool values,
-                                           const float* factors, const format::Channels& channels, int lane, float* y) {
+__device__ __forceinline__ void store_rare(T* out, int64_t row, int heads, int stored, const bool (&there)[2],
+                                           const bool (&odd)[2], const Operands<Traits>& operands,
+                                           const float (&unit)[2], bool values, const float* factors,
+                                           const format::Channels& channels, int lane, float* y) {
   constexpr int kDim = Traits::kDim, kSets = Traits::kSets;
   const int g = lane / 4, t = lane % 4;
 #pragma unroll 1

@@ -240,7 +240,8 @@ __device__ __forceinline__ void encode_all(const EncodeArguments& a) {
     if (!v.finite) scale = format::kNanScale;
 
     const Token to = a.packed ? Token{} : a.pages.token(slot, from_head, a.layout);
-    const Target<Traits> target{kind, exists, to, slot, int64_t{token} * a.heads + from_head, number, part, vector, lane};
+    const Target<Traits> target{kind,   exists, to,     slot, int64_t{token} * a.heads + from_head,
+                                number, part,   vector, lane};
     if constexpr (BYTES) {
       target.store_bytes(a, byte_codes, scale);
     } else {

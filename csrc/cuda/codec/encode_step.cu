@@ -200,13 +200,13 @@ struct TailPlace {
 
 // Where the codes and the scale of a lane's vector go, as Pages::token computes it.
 struct StepPlace {
-  bool stored;       // whether the token exists and has a slot
-  uint32_t number;   // the token's, in its tile
-  uint64_t tile;     // bytes from a.pages, as the next two
+  bool stored;      // whether the token exists and has a slot
+  uint32_t number;  // the token's, in its tile
+  uint64_t tile;    // bytes from a.pages, as the next two
   uint64_t codes, scale;
 
-  __device__ __forceinline__ StepPlace(const StepArguments& a, int64_t slot, bool exists, uint32_t head, uint32_t scales,
-                                       const StepTarget& target) {
+  __device__ __forceinline__ StepPlace(const StepArguments& a, int64_t slot, bool exists, uint32_t head,
+                                       uint32_t scales, const StepTarget& target) {
     const uint64_t page = static_cast<uint64_t>(slot >> a.page_shift);
     stored = exists && page < a.num_pages;
     const uint32_t offset = static_cast<uint32_t>(slot) & ((1u << a.page_shift) - 1);
@@ -257,7 +257,8 @@ struct StepVector {
       : y(y), scaled(0) {
     float squares = sum_of_squares<Traits>(y);
     scaled = LengthAndUnits<Constants>(squares);  // before the vote, whose latency it hides
-    if (__all_sync(0xffffffff, squares >= 0x1p-60f && squares <= 0x1p100f)) [[likely]] return;
+    if (__all_sync(0xffffffff, squares >= 0x1p-60f && squares <= 0x1p100f)) [[likely]]
+      return;
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < Traits::kPerLane; ++i) {

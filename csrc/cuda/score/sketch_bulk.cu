@@ -109,13 +109,105 @@ __device__ __forceinline__ void sketch_exactly(const T* vector, const float* sig
   if (lane == 0) *norm = broken ? quiet_nan() : __fmul_rn(__fsqrt_rn(sum), power_of_two(e));
 }
 
+// Sketches vectors of a tile again, in the order of the format. again: for vector v of the tile, bit 4 (v % 8) + v / 8.
+template <int LOG_N, typename T>
+__device__ __forceinline__ void sketch_again(const T* residual, const Rows& rows, int64_t tile, uint32_t again,
+                                             const float* signs, int lane, uint8_t* bits, float* norms) {
+  using Tile = SketchTile<LOG_N>;
+  using Exact = HadamardTraits<1, LOG_N, Tile::kDim / 16>;
+  constexpr int kTogether = 32 / Exact::kLanes;
+  __syncwarp();  // other lanes have written to the same places
+#pragma unroll 1
+  while (again) {
+    uint32_t rest = again, own = again;  // the next kTogether vectors, one for every kLanes lanes
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k) {
+      if (k < lane / Exact::kLanes) own &= own - 1;
+      rest &= rest - 1;
+    }
+    const int at = __ffs(static_cast<int>(own ? own : again)) - 1;
+    const int64_t vector = tile + at / 4 + 8 * (at % 4);
+    sketch_exactly<Exact>(residual + rows(vector), signs, lane % Exact::kLanes,
+                          own ? bits + vector * (Tile::kDim / 8) : nullptr, norms + vector);
+    again = rest;
+  }
+}
+
+// The signs of all sums of a lane's two vectors, and for either a pair of magnitudes, the smaller of which is that of
+// the vector's smallest sum in this lane, truncated to bfloat16. word: the vectors, times their signs. negative, of
+// each result of the right operand: two bytes of either vector, or one.
+template <typename Tile, typename T>
+__device__ __forceinline__ void signs_of_sums(const uint32_t (&word)[2][Tile::kWords],
+                                              const uint32_t (&right)[Tile::kRows][Tile::kRows],
+                                              uint32_t (&negative)[Tile::kRows], uint32_t (&least_pair)[2]) {
+  constexpr int kSums = Tile::kSums, kRows = Tile::kRows;
+  least_pair[0] = least_pair[1] = 0x7F807F80;
+#pragma unroll
+  for (int t = 0; t < kRows; ++t) {
+    float y[kSums][4] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; r += 2) {
+#pragma unroll
+      for (int j = 0; j < kSums; ++j) {
+        const uint32_t *a = word[0] + j + kSums * r, *b = word[1] + j + kSums * r;
+        mma_floats<T>(y[j], make_uint4(a[0], b[0], a[kSums], b[kSums]), right[t][r], right[t][r + 1]);
+      }
+    }
+#pragma unroll
+    for (int h = 1; h < kSums; h *= 2) {
+#pragma unroll
+      for (int j = 0; j < kSums; ++j) {
+        if (j & h) continue;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float p = y[j][i], q = y[j + h][i];
+          y[j][i] = __fadd_rn(p, q), y[j + h][i] = __fsub_rn(p, q);
+        }
+      }
+    }
+    // The lane now has channels 2 kSums t + 2 j + i % 2. Two channels that are kSums apart, truncated to bfloat16,
+    // are a pair.
+    negative[t] = 0;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      uint32_t pair[2];
+#pragma unroll
+      for (int v = 0; v < 2; ++v) {
+        pair[v] = select_bytes(__float_as_uint(y[i / 2][2 * v + i % 2]),
+                               __float_as_uint(y[i / 2 + kSums / 2][2 * v + i % 2]), 0x7632);
+        least_pair[v] = least_magnitudes(least_pair[v], pair[v]);
+      }
+      const uint32_t four = select_bytes(pair[0], pair[1], 0xFDB9);  // their signs, a byte each
+      negative[t] |= four & (kSums == 8 ? 0x01010101u : 0x10011001u) << i;
+    }
+    if (kSums == 4) negative[t] |= negative[t] >> 8;
+  }
+}
+
+// Stores a lane's bits of its vector v; a sum that is -0 counts as positive, as all sums of a vector of zeros do.
+template <typename Tile>
+__device__ __forceinline__ void store_bits(const uint32_t (&negative)[Tile::kRows], int v, bool zero, uint8_t* to) {
+  const auto word_of = [&](int t) {
+    const uint32_t word =
+        select_bytes(negative[t], negative[t + 1], Tile::kSums == 4 ? 0x40 + 0x22 * v : 0x5410 + 0x2222 * v);
+    return zero ? 0xffffffff : ~word;
+  };
+  if constexpr (Tile::kDim == 64) {
+    *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(word_of(0));
+  } else if constexpr (Tile::kDim == 128) {
+    *reinterpret_cast<uint32_t*>(to) = word_of(0);
+  } else {
+    *reinterpret_cast<uint2*>(to) = make_uint2(word_of(0), word_of(2));
+  }
+}
+
 template <int LOG_N, typename T>
 __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG_N>::kBlocks)
     sketch_tile_kernel(const T* residual, const __grid_constant__ Rows rows, const float* signs, uint8_t* bits,
                        float* norms) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // choose_sketch asks
   using Tile = SketchTile<LOG_N>;
-  constexpr int kSums = Tile::kSums, kRows = Tile::kRows, kWords = Tile::kWords;
+  constexpr int kRows = Tile::kRows, kWords = Tile::kWords;
   // The loads of the next vectors are in flight while a warp works on these: to registers, or to shared memory if they
   // are too many.
   constexpr bool kStaged = LOG_N == 8;
@@ -216,66 +308,13 @@ __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG
     }
     if constexpr (!kStaged) start_loads();
 
-    uint32_t negative[kRows];  // of a result: two bytes of either vector, or one
-    uint32_t least_pair[2] = {0x7F807F80, 0x7F807F80};
-#pragma unroll
-    for (int t = 0; t < kRows; ++t) {
-      float y[kSums][4] = {};
-#pragma unroll
-      for (int r = 0; r < kRows; r += 2) {
-#pragma unroll
-        for (int j = 0; j < kSums; ++j) {
-          const uint32_t *a = word[0] + j + kSums * r, *b = word[1] + j + kSums * r;
-          mma_floats<T>(y[j], make_uint4(a[0], b[0], a[kSums], b[kSums]), right[t][r], right[t][r + 1]);
-        }
-      }
-#pragma unroll
-      for (int h = 1; h < kSums; h *= 2) {
-#pragma unroll
-        for (int j = 0; j < kSums; ++j) {
-          if (j & h) continue;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float p = y[j][i], q = y[j + h][i];
-            y[j][i] = __fadd_rn(p, q), y[j + h][i] = __fsub_rn(p, q);
-          }
-        }
-      }
-      // The lane now has channels 2 kSums t + 2 j + i % 2. Two channels that are kSums apart, truncated to bfloat16,
-      // are a pair.
-      negative[t] = 0;
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        uint32_t pair[2];
-#pragma unroll
-        for (int v = 0; v < 2; ++v) {
-          pair[v] = select_bytes(__float_as_uint(y[i / 2][2 * v + i % 2]),
-                                 __float_as_uint(y[i / 2 + kSums / 2][2 * v + i % 2]), 0x7632);
-          least_pair[v] = least_magnitudes(least_pair[v], pair[v]);
-        }
-        const uint32_t four = select_bytes(pair[0], pair[1], 0xFDB9);  // their signs, a byte each
-        negative[t] |= four & (kSums == 8 ? 0x01010101u : 0x10011001u) << i;
-      }
-      if (kSums == 4) negative[t] |= negative[t] >> 8;
-    }
-
+    uint32_t negative[kRows], least_pair[2];
+    signs_of_sums<Tile, T>(word, right, negative, least_pair);
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
       const int64_t vector = tile + row + 8 * v;
       if (vector >= rows.count) continue;
-      const auto word_of = [&](int t) {  // -0 counts as positive
-        const uint32_t word =
-            select_bytes(negative[t], negative[t + 1], kSums == 4 ? 0x40 + 0x22 * v : 0x5410 + 0x2222 * v);
-        return zero[v] ? 0xffffffff : ~word;
-      };
-      uint8_t* to = bits + vector * (Tile::kDim / 8) + part * (Tile::kPerLane / 8);
-      if constexpr (LOG_N == 6) {
-        *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(word_of(0));
-      } else if constexpr (LOG_N == 7) {
-        *reinterpret_cast<uint32_t*>(to) = word_of(0);
-      } else {
-        *reinterpret_cast<uint2*>(to) = make_uint2(word_of(0), word_of(2));
-      }
+      store_bits<Tile>(negative, v, zero[v], bits + vector * (Tile::kDim / 8) + part * (Tile::kPerLane / 8));
     }
     if (part < 2 && mine < rows.count) norms[mine] = __fsqrt_rn(sum);
 
@@ -289,25 +328,8 @@ __global__ void __launch_bounds__(32 * SketchTile<LOG_N>::kWarps, SketchTile<LOG
     constexpr float kBound = LOG_N < 8 ? 0x1p-30f : 0x1p-28f;  // squared
     const bool clear = sum >= 0x1p-60f && sum <= 0x1p100f && __fmul_rn(smallest, smallest) > __fmul_rn(sum, kBound);
     uint32_t again = __ballot_sync(0xffffffff, mine < rows.count && !clear && !(odd ? zero[1] : zero[0]));
-    again = (again | again >> 2) & 0x33333333;  // for vector v of `row`, bit 4 row + v
-
-    using Exact = HadamardTraits<1, LOG_N, Tile::kDim / 16>;
-    constexpr int kTogether = 32 / Exact::kLanes;
-    if (again) __syncwarp();  // other lanes have written to the same places
-#pragma unroll 1
-    while (again) {
-      uint32_t rest = again, own = again;  // the next kTogether vectors, one for every kLanes lanes
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        if (k < lane / Exact::kLanes) own &= own - 1;
-        rest &= rest - 1;
-      }
-      const int at = __ffs(static_cast<int>(own ? own : again)) - 1;
-      const int64_t vector = tile + at / 4 + 8 * (at % 4);
-      sketch_exactly<Exact>(residual + rows(vector), signs, lane % Exact::kLanes,
-                            own ? bits + vector * (Tile::kDim / 8) : nullptr, norms + vector);
-      again = rest;
-    }
+    again = (again | again >> 2) & 0x33333333;
+    if (again) sketch_again<LOG_N>(residual, rows, tile, again, signs, lane, bits, norms);
   }
 #endif
 }
