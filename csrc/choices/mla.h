@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "choices/codec.h"
 #include "choices/device.h"
 #include "dtype.h"
 #include "format.h"
@@ -51,6 +52,26 @@ constexpr LatentChoice choose_latents(const LatentShape& s, const DeviceFacts& d
     return {LatentKernel::kRowTiles, "Lloyd-Max levels or 3 bits, more than 16 query rows"};
   }
   return {LatentKernel::kKeyTiles, "uniform grid of 4, 5 or 8 bits"};
+}
+
+// What the choice of the kernel of mla_store depends on.
+struct LatentStoreShape {
+  int latent_dim;
+  format::Width width;
+  int candidates;
+  Dtype dtype;  // of latents
+  bool transforms, rotated_tail;
+  int64_t tokens;
+};
+
+constexpr int kStoreStepDim = 512;
+constexpr int kMostStoreSteps = 4;  // tokens of a multiprocessor; for more a table of candidates pays
+
+// Whether the kernel for few tokens stores them (cuda/mla/store_step.cuh).
+constexpr bool stores_latents_in_a_step(const LatentStoreShape& s, const DeviceFacts& device) {
+  return device.major >= 8 && s.latent_dim == kStoreStepDim && format::fills_nibble(s.width) &&
+         s.candidates <= choices::kMostCandidates && s.dtype != Dtype::kFloat32 && s.transforms && !s.rotated_tail &&
+         s.tokens <= int64_t{kMostStoreSteps} * device.multiprocessors;
 }
 
 }  // namespace turboquant

@@ -1,5 +1,5 @@
 // mla_store, mla_load: latents in packed pages (docs/format.md section 12) and their exact tail, by the codec's generic
-// kernels. mla_attention: describes a call for its kernels (mla/call.cuh) and launches the one that choices/mla.h
+// kernels; few tokens are stored by mla/store_step.cuh. mla_attention: describes a call for its kernels (mla/call.cuh) and launches the one that choices/mla.h
 // chooses.
 #include "calls/mla.h"
 
@@ -13,11 +13,16 @@
 #include "cuda/codec/lanes.cuh"
 #include "cuda/common/device_facts.cuh"
 #include "cuda/mla/launch.cuh"
+#include "cuda/mla/store_step.cuh"
 
 namespace turboquant::cuda {
 namespace {
 
 // ---- Records and tails ---------------------------------------------------------------------------------------------
+
+// Latents have 128, 256 or 512 channels.
+using LatentLanes = LaneShape<32, false>;
+using LatentVector = LaneVector<32, false>;
 
 // A record of latents as the codec sees it: one head of keys, and raw channels where values would be.
 RecordLayout layout_of(const format::LatentRecord& r) {
@@ -28,14 +33,6 @@ RecordLayout layout_of(const format::LatentRecord& r) {
   x.key_row_bytes = r.row_bytes(), x.key_plane_bytes = r.plane_bytes();
   x.key_planes = r.planes(), x.value_blocks = r.ropes(), x.key_scales = r.scales();
   return x;
-}
-
-__device__ __forceinline__ uint8_t* rope_of(const Token& token, const RecordLayout& layout, int rope_dim) {
-  return token.tile + layout.value_blocks + token.number * rope_dim * format::kRopeBytes;
-}
-// The place of raw channel c in it.
-__device__ __forceinline__ int place_of_raw(const Token& token, int rope_dim, int c) {
-  return format::swapped_byte(rope_dim * format::kRopeBytes, token.number, c * format::kRopeBytes) / format::kRopeBytes;
 }
 
 // Stores a latent's codes from its row of octets. A warp calls it.
@@ -77,47 +74,25 @@ class MatrixRows {
 
 // ---- Store ----------------------------------------------------------------------------------------------------------
 
-struct LatentStore {
-  const void *latent, *rope;                   // [tokens, r], [tokens, dr]
-  int64_t latent_stride, rope_stride, tokens;  // in elements
-  int rope_dim;
-  Dtype dtype, rope_dtype;  // of the arguments; of the raw channels in pages
-  Codebook book;
-  const float* signs;         // [r]; null: no transform
-  format::Channels channels;  // [r]
-  EncodeConstants constants;
-  Pages pages;
-  RecordLayout layout;
-  Slots slots;
-  Tail tail;
-  bool rotated_tail;
-};
-
 constexpr int kStoreThreads = 512;  // of a block
 
-// A token's latent and raw channels in the tail. A warp calls it.
-__device__ __forceinline__ void store_exact(const LatentStore& a, const LaneShape<32>& shape, int64_t token,
-                                            uint8_t* to, int lane) {
-  const int d = shape.d, size = element_size(a.dtype);
-  const uint8_t* from = static_cast<const uint8_t*>(a.latent) + token * a.latent_stride * size;
-  if (a.rotated_tail) {
-    LaneVector<32> v;
-    v.load(shape, from, a.dtype, 0, a.signs, {nullptr, a.channels.scale, nullptr}, lane);
-    v.transform(shape, true, lane);
-    v.for_each_pair(shape, [&](int e) {
-      const float pair[2] = {v.y[e], v.y[e + 1]};
-      store_floats_as<2>(pair, to, a.dtype, v.channel(e, lane));
-    });
-  } else {
-    copy_bytes(from, to, d * size, lane, 32);
-  }
-  copy_bytes(static_cast<const uint8_t*>(a.rope) + token * a.rope_stride * size, to + d * size, a.rope_dim * size, lane,
-             32);
+// A token's row of the tail. A warp calls it.
+__device__ __forceinline__ void store_exact(const LatentStore& a, const LatentLanes& shape, int64_t token, uint8_t* to,
+                                            int lane) {
+  if (!a.rotated_tail) return a.store_exact(token, shape.d, to, lane);
+  LatentVector v;
+  v.load(shape, a.latent, a.dtype, token * a.latent_stride, a.signs, {nullptr, a.channels.scale, nullptr}, lane);
+  v.transform(shape, true, lane);
+  v.for_each_pair(shape, [&](int e) {
+    const float pair[2] = {v.y[e], v.y[e + 1]};
+    store_floats_as<2>(pair, to, a.dtype, v.channel(e, lane));
+  });
+  a.store_exact_raw(token, shape.d, to, lane);
 }
 
 // A warp stores a token. count: tokens that a block has at a time. Its other threads only help to fill the table.
 __global__ void __launch_bounds__(kStoreThreads)
-    store_latents(const __grid_constant__ LatentStore a, const __grid_constant__ LaneShape<32> shape,
+    store_latents(const __grid_constant__ LatentStore a, const __grid_constant__ LatentLanes shape,
                   const __grid_constant__ int count) {
   let_next_kernel_begin();  // the next kernel is usually mla_attention's
   extern __shared__ uint4 dynamic[];
@@ -135,17 +110,8 @@ __global__ void __launch_bounds__(kStoreThreads)
   for (int64_t first = int64_t{blockIdx.x} * count; first < a.tokens; first += int64_t{gridDim.x} * count) {
     const int64_t token = min(first + mine, a.tokens - 1);
     const Token to = first + mine < a.tokens ? a.pages.token(a.slots[token], 0, a.layout) : Token{};
-    if (a.tail.data && to.tile) {
-      const int64_t kept = a.tail.row(token);
-      if (kept >= 0) {
-        const int64_t bytes = static_cast<int64_t>(d + a.rope_dim) * element_size(a.dtype);
-        store_exact(a, shape, token,
-                    a.tail.data + format::latent_tail_offset<int64_t>(kept >> 32, a.tail.stride,
-                                                                      static_cast<uint32_t>(kept), bytes),
-                    lane);
-      }
-    }
-    LaneVector<32> v;
+    if (uint8_t* exact = to.tile ? a.exact_row(token, d) : nullptr) store_exact(a, shape, token, exact, lane);
+    LatentVector v;
     const auto load = [&](auto& vector) {
       vector.load(shape, a.latent, a.dtype, token * a.latent_stride, a.signs, a.channels, lane);
     };
@@ -155,15 +121,7 @@ __global__ void __launch_bounds__(kStoreThreads)
     if (to.tile) {
       store_codes(row, to, a.layout, lane);
       if (lane == 0) *to.key_scale(a.layout) = scale;
-      uint8_t* rope = rope_of(to, a.layout, a.rope_dim);
-      for (int c = lane; c < a.rope_dim; c += 32) {
-        const int place = place_of_raw(to, a.rope_dim, c);
-        if (a.dtype == a.rope_dtype) {
-          reinterpret_cast<uint16_t*>(rope)[place] = static_cast<const uint16_t*>(a.rope)[token * a.rope_stride + c];
-        } else {
-          store_float(rope, a.rope_dtype, place, load_float(a.rope, a.dtype, token * a.rope_stride + c));
-        }
-      }
+      a.store_raw(token, to, lane);
     }
     __syncwarp();  // before the row is written again
   }
@@ -183,7 +141,7 @@ void store_tokens(const MlaStoreCall& c, const format::LatentRecord& record) {
   const Constant<float> signs(c.signs), center(c.center);
   const int d = record.latent_dim;
   const format::Split split = format::split_dim(d);
-  LaneShape<32> shape(split);
+  LatentLanes shape(split);
   shape.transforms = c.signs.has_value();
   EncodeConstants constants = EncodeConstants::of(split);
   if (!c.signs) constants.norm = 1;
@@ -204,8 +162,14 @@ void store_tokens(const MlaStoreCall& c, const format::LatentRecord& record) {
                       .slots = slots_of(c.slot_mapping),
                       .tail = exact_latents(c),
                       .rotated_tail = c.rotated_tail};
+  const Device& device = current_device();
+  const LatentStoreShape call{d, a.book.width, a.book.num_steps, a.dtype, shape.transforms, a.rotated_tail, a.tokens};
+  if (stores_latents_in_a_step(call, device.facts)) {
+    launch_store_step(a, launch.stream());
+    return launch.check("mla_store");
+  }
   // A block for each multiprocessor, or fewer: it fills its table once, for all tokens that it stores.
-  const int64_t multiprocessors = current_device().facts.multiprocessors;
+  const int64_t multiprocessors = device.facts.multiprocessors;
   const int64_t each = divide_up(a.tokens, multiprocessors);
   const int count = static_cast<int>(std::min<int64_t>(each, kStoreThreads / 32));
   const unsigned blocks = static_cast<unsigned>(std::min(divide_up(a.tokens, count), multiprocessors));
@@ -233,7 +197,7 @@ constexpr int kLoadWarps = 4;  // of a block
 
 // A warp loads a token.
 __global__ void __launch_bounds__(32 * kLoadWarps)
-    load_latents(const __grid_constant__ LatentLoad a, const __grid_constant__ LaneShape<32> shape) {
+    load_latents(const __grid_constant__ LatentLoad a, const __grid_constant__ LatentLanes shape) {
   extern __shared__ uint4 dynamic[];
   __shared__ float table[32];
   const int lane = threadIdx.x % 32, mine = threadIdx.x / 32, d = shape.d;
@@ -277,7 +241,7 @@ void load_tokens(const MlaLoadCall& c, const format::LatentRecord& record, const
   const Launch launch(c.cache);
   const Constant<float> signs(c.signs), center(c.center);
   const int d = record.latent_dim;
-  LaneShape<32> shape(format::split_dim(d));
+  LatentLanes shape(format::split_dim(d));
   shape.transforms = c.signs.has_value();
   const LatentLoad a{.pages = pages,
                      .layout = layout_of(record),

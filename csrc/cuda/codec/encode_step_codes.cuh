@@ -89,15 +89,15 @@ struct PairEntry {
   float step;
   bool has_level, has_boundary;
 
-  __device__ __forceinline__ PairEntry(const StepSource& source, int s, int j) {
-    const int half = 1 << (source.bits - 1);
-    const bool given = source.levels;
-    has_level = s < source.num_steps && j < half, has_boundary = s < source.num_steps && j + 1 < half;
+  // bits, levels, steps: as in StepSource
+  __device__ __forceinline__ PairEntry(int bits, const int8_t* levels, const float* steps, int num_steps, int s,
+                                       int j) {
+    const int half = 1 << (bits - 1);
+    has_level = s < num_steps && j < half, has_boundary = s < num_steps && j + 1 < half;
     below = 2 * j + 1, above = below + 2;
-    const int8_t* levels = source.levels + (half + j);
-    step = __ldg(source.steps + (s < source.num_steps ? s : 0));
-    if (given && has_level) below = __ldg(levels);
-    if (given && has_boundary) above = __ldg(levels + 1);
+    step = __ldg(steps + (s < num_steps ? s : 0));
+    if (levels && has_level) below = __ldg(levels + (half + j));
+    if (levels && has_boundary) above = __ldg(levels + (half + j + 1));
   }
   __device__ __forceinline__ uint32_t boundary() const {
     const float at = table_boundary(below, above, step);

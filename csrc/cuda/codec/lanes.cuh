@@ -19,9 +19,11 @@ namespace turboquant::cuda {
 
 constexpr int kRoom = choices::kMostElements;  // elements that a lane has room for
 
-template <int LANES>
+// MIXES: lengths may be multiples of 3, 5 or 7. Without, kernels have none of the code for that.
+template <int LANES, bool MIXES = true>
 struct LaneShape {
   static constexpr int kLanes = LANES;  // that share a vector
+  static constexpr bool kMixes = MIXES;
   static constexpr bool kInRegisters = true;
 
   int d, blocks;
@@ -56,9 +58,9 @@ struct VectorBlock {
 };
 
 // A lane's part of a vector.
-template <int LANES>
+template <int LANES, bool MIXES = true>
 struct LaneVector {
-  using Shape = LaneShape<LANES>;
+  using Shape = LaneShape<LANES, MIXES>;
 
   float y[kRoom] = {};
 
@@ -107,6 +109,7 @@ struct LaneVector {
     }
     between_pairs<1>(s), between_pairs<2>(s), between_pairs<4>(s), between_pairs<8>(s);
     if (normed) for_each_pair(s, [&](int e) { multiply(e, {s.norm, s.norm}); });
+    if constexpr (!MIXES) return;
     switch (s.blocks) {
       case 1: return;
       case 3: return mix<3>(s);
@@ -131,7 +134,7 @@ struct LaneVector {
     }
     float total = t[0];
 #pragma unroll
-    for (int b = 1; b < 9 && b < kRoom / 2; ++b) {
+    for (int b = 1; MIXES && b < 9 && b < kRoom / 2; ++b) {
       if (b < s.blocks) total = __fadd_rn(total, t[b]);
     }
     return total;
@@ -226,8 +229,8 @@ struct LaneFit {
 
 // Tries the candidates of a table. u: a lane's coordinates; first: the number of the first candidate. All lanes of the
 // warp take part.
-template <bool WIDE, int LANES>
-__device__ __forceinline__ void try_candidates(const int (&u)[kRoom], const LaneShape<LANES>& s, int lane,
+template <bool WIDE, class Shape>
+__device__ __forceinline__ void try_candidates(const int (&u)[kRoom], const Shape& s, int lane,
                                                const CandidateTable& table, const SharedCodebook& book, int first,
                                                int steps, LaneFit& best) {
   constexpr int kMost = CandidateTable::kMost;
@@ -283,7 +286,7 @@ __device__ __forceinline__ void try_candidates(const int (&u)[kRoom], const Lane
   // Each of eight lanes gets the sums of one candidate over these lanes; those of other eights are added.
   divide_candidates<kMost>(dot, square, lane);
 #pragma unroll
-  for (int bit = kMost; bit < LANES; bit *= 2) {
+  for (int bit = kMost; bit < Shape::kLanes; bit *= 2) {
     dot[0] += __shfl_xor_sync(0xffffffff, dot[0], bit), square[0] += __shfl_xor_sync(0xffffffff, square[0], bit);
   }
   int own = lane % kMost;
@@ -312,10 +315,9 @@ __device__ __forceinline__ void try_candidates(const int (&u)[kRoom], const Lane
 }
 
 // Leaves a lane's codes of up to five bits in a row of octets. finite: otherwise codes are zero.
-template <int LANES>
+template <class Shape>
 __device__ __forceinline__ void put_codes(const int (&u)[kRoom], const uint32_t (&magnitudes)[kRoom / 8],
-                                          const LaneShape<LANES>& s, int lane, Width width, bool finite,
-                                          uint32_t* row) {
+                                          const Shape& s, int lane, Width width, bool finite, uint32_t* row) {
   const uint32_t half = 1u << (format::num_bits(width) - 1);
   const uint32_t ones = ((half - 1) & 15) * 0x11111111, top = (half & 15) * 0x11111111;
 #pragma unroll
@@ -329,7 +331,7 @@ __device__ __forceinline__ void put_codes(const int (&u)[kRoom], const uint32_t 
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (e + 2 * j < s.elements) {
-        reinterpret_cast<uint8_t*>(row)[LANES / 2 * (e + 2 * j) + lane] = static_cast<uint8_t>(codes >> 8 * j);
+        reinterpret_cast<uint8_t*>(row)[Shape::kLanes / 2 * (e + 2 * j) + lane] = static_cast<uint8_t>(codes >> 8 * j);
       }
     }
     if (format::fits_nibble(width)) continue;
@@ -338,14 +340,14 @@ __device__ __forceinline__ void put_codes(const int (&u)[kRoom], const uint32_t 
     uint32_t high = ((positive & 0x01010101) | (positive >> 3 & 0x02020202)) << 2 * (lane % 4);
 #pragma unroll
     for (int bit = 1; bit < 4; bit *= 2) high |= __shfl_xor_sync(0xffffffff, high, bit);
-    const int mine = lane % 4, octet = (LANES * (e + 2 * mine) + 2 * (lane & ~3)) / 8;
+    const int mine = lane % 4, octet = (Shape::kLanes * (e + 2 * mine) + 2 * (lane & ~3)) / 8;
     if (e + 2 * mine < s.elements) row[s.d / 8 + octet] = high >> 8 * mine & 255;
   }
 }
 
 // The same for codes of 8 bits under the best of all candidates; returns its fit. All lanes of the warp take part.
-template <int LANES>
-__device__ __forceinline__ Fit put_byte_codes(const int (&u)[kRoom], const LaneShape<LANES>& s, int lane,
+template <class Shape>
+__device__ __forceinline__ Fit put_byte_codes(const int (&u)[kRoom], const Shape& s, int lane,
                                               const SharedCodebook& book, int steps, bool finite, uint32_t* row) {
   Fit best{0, 0, 0};
   float best_merit = -1;
@@ -360,7 +362,7 @@ __device__ __forceinline__ Fit put_byte_codes(const int (&u)[kRoom], const LaneS
       const int level = static_cast<int>(exact.magnitude(static_cast<float>(u[e]) + 0.5f));
       dot += abs(u[e]) * level, squares += level * level;
     }
-    const Fit fit = Fit::of_sums(sum_of_lanes<LANES>(dot), sum_of_lanes<LANES>(squares), book.step[c]);
+    const Fit fit = Fit::of_sums(sum_of_lanes<Shape::kLanes>(dot), sum_of_lanes<Shape::kLanes>(squares), book.step[c]);
     const float merit = fit.a > 0 ? divide(__fmul_rn(fit.a, fit.a), fit.b) : 0;
     if (merit > best_merit) best = fit, best_merit = merit, kept = c;
   }
@@ -375,7 +377,7 @@ __device__ __forceinline__ Fit put_byte_codes(const int (&u)[kRoom], const LaneS
       codes |= ((u[e + i] < 0 ? -m : m) & 255) << 8 * i;
     }
     // An octet is four codes in each of two words.
-    const int channel = LaneVector<LANES>::channel(e, lane), octet = channel / 8, place = channel % 8;
+    const int channel = LaneVector<Shape::kLanes>::channel(e, lane), octet = channel / 8, place = channel % 8;
     uint8_t* word = reinterpret_cast<uint8_t*>(row + octet + (place < 4 ? 0 : s.d / 8)) + place % 4;
     *reinterpret_cast<uint16_t*>(word) = static_cast<uint16_t>(finite ? codes : 0);
   }
@@ -385,12 +387,11 @@ __device__ __forceinline__ Fit put_byte_codes(const int (&u)[kRoom], const LaneS
 // Encodes a vector (section 5), which load(v) has loaded with its signs; it may be loaded again. Leaves its octets in
 // `row` (codec/record.cuh), which the caller reads behind a barrier, and returns its scale. table: filled with the
 // first candidates. threads: those of the block that take part, which are all that have not ended.
-template <int LANES, typename Load>
-__device__ __forceinline__ uint16_t encode_in_lanes(LaneVector<LANES>& v, Load&& load, const LaneShape<LANES>& s,
-                                                    int lane, const SharedCodebook& shared, CandidateTable& table,
-                                                    int threads, const Codebook& book, const EncodeConstants& constants,
+template <class Vector, typename Load>
+__device__ __forceinline__ uint16_t encode_in_lanes(Vector& v, Load&& load, const typename Vector::Shape& s, int lane,
+                                                    const SharedCodebook& shared, CandidateTable& table, int threads,
+                                                    const Codebook& book, const EncodeConstants& constants,
                                                     uint32_t* row) {
-  using Vector = LaneVector<LANES>;
   int exponent = 0;
   bool finite = true, zero = false;
   float squares;
@@ -406,7 +407,7 @@ __device__ __forceinline__ uint16_t encode_in_lanes(LaneVector<LANES>& v, Load&&
     Vector::for_each_pair(s, [&](int e) {
       largest = max(largest, max(magnitude_bits(v.y[e]), magnitude_bits(v.y[e + 1])));
     });
-    largest = max_of_lanes<LANES>(largest);
+    largest = max_of_lanes<Vector::Shape::kLanes>(largest);
     finite = largest < kInfinityBits, zero = largest == 0;
     exponent = prescale_exponent(largest);
     const float down = power_of_two(-exponent);
@@ -452,11 +453,11 @@ __device__ __forceinline__ uint16_t encode_in_lanes(LaneVector<LANES>& v, Load&&
 
 // Rotates the vector that put_generic_octet has left in `y` back and stores it at `offset`, if it exists. signs: null
 // where there is no transform.
-template <int LANES>
-__device__ __forceinline__ void store_from_lanes(const float* y, const LaneShape<LANES>& s, const float* signs,
+template <class Shape>
+__device__ __forceinline__ void store_from_lanes(const float* y, const Shape& s, const float* signs,
                                                  const format::Channels& channels, void* out, Dtype dtype,
                                                  int64_t offset, bool exists, int lane) {
-  using Vector = LaneVector<LANES>;
+  using Vector = LaneVector<Shape::kLanes, Shape::kMixes>;
   Vector v;
   Vector::for_each_pair(s, [&](int e) {
     const float2 pair = *reinterpret_cast<const float2*>(y + Vector::channel(e, lane));
