@@ -119,6 +119,23 @@ def test_windows_of_sequences_that_were_cut(window, stored, options):
                 assert outcomes[1] == outcomes[0]
 
 
+def test_a_window_that_a_failed_forward_has_overwritten():
+    """A loaded cache refuses what the saved one refuses, the static form as well."""
+    model, ids = make_model("mistral"), make_ids(200)
+    for form in ({}, {"static": True}):
+        options = {"page_size": 16, "max_q_len": 7, "max_cache_len": 220, **form}
+        with TurboQuantCache.for_model(model, "k4v4", **options) as cache:
+            feed(model, cache, ids[:, :100], 90, 1)
+            hook = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(ids[:, 100:], past_key_values=cache)
+            hook.remove()
+            with through_a_file(cache, model) as twin:
+                for one in (cache, twin):
+                    with pytest.raises(RuntimeError, match="tokens cannot be cut to 100"):
+                        model(ids[:, 100:101], past_key_values=one)
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "jamba", "nemotron_h"])
 def test_caches_of_hybrid_models(family):
     model, ids = make_family(family, SUPPORTED[family]), make_ids(110)

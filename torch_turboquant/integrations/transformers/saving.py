@@ -575,11 +575,11 @@ def _fill(
         places.stored[:batch], places.rings.first[:batch] = stored, first
     sequences.encoded = saved.encoded
     sequences.center_known = saved.encoded or not sequences.learned_center
-    sequences.stepping = sequences.can_step()
     if not sequences.max_len:
         for thinned, places in sequences.places.items():
             places.grow(max(sequences.lengths(thinned)), begun=False)
     sequences.restore_windows()
+    sequences.stepping = sequences.can_step()
     for layer in cache.packed:
         if saved.encoded and sequences.learned_center:
             layer.take_center(_read_center(layer, saved, tensor))

@@ -15,6 +15,7 @@ asked for.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -450,9 +451,12 @@ class Sequences:
     def can_step(self) -> bool:
         """Whether the next forward can be a Step, as far as tokens decide it.
 
-        Not where a sequence has nothing but padding: more of it may come.
+        Not where a sequence has nothing but padding: more of it may come. Nor where a window has
+        lost tokens: a step would read what stands in their place, any other forward refuses.
         """
-        return self.static and self.encoded and max(self.pads) < self.columns
+        if not self.static or not self.encoded or max(self.pads) >= self.columns:
+            return False
+        return not any(self._cut_windows(self.lengths()))
 
     def abort(self) -> None:
         """The planned forward has failed: its tokens were never there."""
@@ -490,17 +494,22 @@ class Sequences:
 
     def _check_windows(self, lengths: list[int]) -> None:
         """Raises where pages of a window were used again for tokens that are no more."""
+        for window, length, stored in self._cut_windows(lengths):
+            raise RuntimeError(
+                f"layers with a sliding window of {window} keep its tokens and "
+                f"{self.max_q_len - 1} more (max_q_len - 1): {stored} tokens cannot be cut "
+                f"to {length}"
+            )
+
+    def _cut_windows(self, lengths: list[int]) -> Iterator[tuple[int, int, int]]:
+        """Windows that lack tokens of sequences cut to `lengths`: window, length, tokens stored."""
         size = self.config.page_size
         for window in self.windows:
             pages = self.window_pages(window)
             for length, stored in zip(lengths, self.places[False].stored, strict=False):
                 held = (max(0, stored - 1) // size - pages + 1) * size
                 if length and max(0, length - window + 1) < held:
-                    raise RuntimeError(
-                        f"layers with a sliding window of {window} keep its tokens and "
-                        f"{self.max_q_len - 1} more (max_q_len - 1): {stored} tokens cannot be cut "
-                        f"to {length}"
-                    )
+                    yield window, length, stored
 
     def restore_windows(self) -> None:
         """Counts again up to which tokens were stored, for layers with windows.
