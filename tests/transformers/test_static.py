@@ -206,6 +206,25 @@ def test_short_prompts_do_not_wait_for_a_center(length):
     assert (logits - expected).abs().mean() < 0.01 * expected.abs().mean()
 
 
+@pytest.mark.parametrize("options", [{}, {"keep": 0.5}, {"keep": 0.5, "center": "none"}])
+@pytest.mark.parametrize("static", [True, False])
+def test_a_first_piece_of_padding_is_no_prompt(static, options):
+    """A prompt that is padded to a fixed length, in pieces: nothing is learned from the padding."""
+    model = make_model("qwen2")
+    ids, mask = padded([90], 120)
+    both_options = {"static": static, "max_cache_len": ROOM, "page_size": 16, **options}
+    found = []
+    for pieces in ((), (16, 10)):
+        with TurboQuantCache.for_model(model, "k4v4", **both_options) as cache:
+            feed(model, cache, ids, *pieces, mask=mask)
+            found.append((cache.memory_bytes(), cache.centers))
+    (memory, centers), (in_pieces, theirs) = found
+    assert in_pieces == memory
+    for one, other in zip(centers or [], theirs or [], strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+    assert centers is not None or options.get("center") == "none"
+
+
 def test_refused():
     model, ids = make_model(), make_ids(90, 2)
     with pytest.raises(ValueError, match="needs its max_cache_len"):

@@ -87,21 +87,22 @@ class Forward(Pieces):
         self.sink_tokens = sequences.config.sink_tokens
         # before this forward
         self.rings = {kind: places.rings.snapshot() for kind, places in self.places.items()}
-        after_sinks = sum(max(0, length - self.sink_tokens) for length in self.lengths(self.total))
+        lengths = self.lengths(self.total)
+        after_sinks = sum(max(0, length - self.sink_tokens) for length in lengths)
         self.exact = self.past == 0 or not sequences.encoded
-        enough = after_sinks >= CENTER_TOKENS or sequences.static
-        self.encode = sequences.center_known or sequences.encoded or enough
+        enough = sequences.center_known or after_sinks >= CENTER_TOKENS or sequences.static
+        # nothing but padding, as the first piece of a prompt may be, teaches no center
+        self.encode = sequences.encoded or (enough and any(lengths))
         unknown = not sequences.center_known
         self.learns_scales = self.encode and unknown and sequences.learned_center == "auto"
         whole = [(0, self.total)] if self.encode else []
         super().__init__(batch, new, whole if self.exact else sequences.pieces(self.past, new))
         self.evicted = sequences.evicted or [0] * batch
         if self.exact and self.encode and sequences.eviction.evicts:
-            lengths = self.lengths(self.total)
             self.evicted = [n - sequences.eviction.count(n) for n in lengths]
             self.evicts = any(self.evicted)
         self.padded = any(pads)
-        self.skipped = min(self.sink_tokens, max(self.lengths(self.total)) - 1)
+        self.skipped = min(self.sink_tokens, max(lengths) - 1)
         self._chosen: dict[tuple[torch.device, int], Tensor] = {}
 
     def lengths(self, column: int, thinned: bool = False) -> list[int]:
