@@ -33,7 +33,7 @@ from tests.transformers.families import (
     make_family,
     make_family_config,
 )
-from tests.transformers.harness import feed, generate, make_ids, quantised
+from tests.transformers.harness import DRAFTS, feed, generate, make_ids, quantised
 from torch_turboquant import make_tables
 from torch_turboquant.integrations.transformers import (
     TurboQuantCache,
@@ -171,6 +171,24 @@ def test_hybrid_models(family):
             model(ids[:, :1], past_key_values=cache)
         cache.reset()
         feed(model, cache, ids, 80)
+
+
+@pytest.mark.skipif(
+    not hasattr(DynamicCache, "is_croppable"), reason="this version drafts without asking the cache"
+)
+def test_drafts_for_a_hybrid_model_leave_no_trace():
+    """transformers refuses them, as `crop` does, and the states go on as before."""
+    model, ids = make_family("lfm2", SUPPORTED["lfm2"]), make_ids(12).repeat(1, 12)
+    with TurboQuantCache.for_model(model, static=True, max_cache_len=256) as cache:
+        expected = generate(model, ids, cache)
+        sizes = [layer.conv_states[0].shape for layer in cache.states]
+        cache.reset()
+        with pytest.raises(ValueError, match=r"can be cropped|stateful"):
+            generate(model, ids, cache, **DRAFTS)
+        cache.reset()
+        assert torch.equal(generate(model, ids, cache), expected)
+        assert [layer.conv_states[0].shape for layer in cache.states] == sizes
+        assert cache.is_compileable
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -383,6 +383,15 @@ class TurboQuantCache(Attachable, Cache):
         with self.lifecycle.exclusive:
             self.sequences.crop(-tokens_to_remove)
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` takes tokens back; transformers asks before it drafts any."""
+        return not self.states
+
+    def activate_past_recording(self) -> None:
+        """Does nothing. Layers that record their past grow with every token until `crop` cuts them,
+        which it never does here."""
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes a copy of the former sequence beam_idx[i] (beam search)."""
         self._select(beam_idx)
