@@ -1,9 +1,11 @@
 """WeightFormat, encode_weight and PackedLinear: what users of the ops of weights call."""
 
 import copy
+import dataclasses
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,6 +63,14 @@ def test_defaults_of_each_width():
 def test_formats_that_do_not_exist(arguments, text):
     with pytest.raises(ValueError, match=text):
         tt.WeightFormat(*arguments)
+
+
+def test_integers_of_numpy_become_ints():
+    """Only these go into config.json, and small ones of NumPy overflow in sizes of blocks."""
+    form = tt.WeightFormat(np.int8(4), sub=np.int64(32), group=np.uint8(128))
+    assert form == tt.WeightFormat(4, sub=32, group=128)
+    assert form.bits_per_weight(256) == 4.25
+    assert not any(isinstance(x, np.integer) for x in dataclasses.astuple(form))
 
 
 @pytest.mark.parametrize(("group", "k"), [(None, 96), (None, 0), (128, 192)])

@@ -66,8 +66,8 @@ class WeightFormat:
     group: int | None = None
 
     def __post_init__(self) -> None:
-        numbers = {name: getattr(self, name) for name in ("bits", "sub", "group")}
-        _checks.check_whole(**{name: n for name, n in numbers.items() if n is not None})
+        given = [name for name in ("bits", "sub", "group") if getattr(self, name) is not None]
+        _checks.check_whole_fields(self, *given)
         if self.bits not in WEIGHT_BITS:
             raise ValueError(f"bits is {self.bits}, supported for weights: 4, 8")
         if self.grid is None:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,6 +55,22 @@ def test_changes_of_layers_keep_the_rest():
     }
     other = TurboQuantConfig(group=64, layers={"a": {"bits": 8, "group": None}})
     assert other.layer_formats() == {"a": WeightFormat(8)}
+
+
+def test_integers_of_numpy_are_written_as_others(folder):
+    """JSON knows none: a model with them was packed, and could not be saved."""
+    layers = {"lm_head": {"bits": np.int64(8)}, "*.q_proj": {"sub": np.int8(0)}}
+    config = TurboQuantConfig(np.int64(4), group=np.int32(64), layers=layers)
+    model = make(dtype=torch.float32)
+    quantize(model, config, text=TEXT, budget=np.float32(5.5))
+    again = load(folder(model, "packed"))
+    assert torch.equal(logits(again), logits(model))
+    done = again.config.quantization_config
+    assert (done.bits, done.group, done.calibration["budget"]) == (4, 64, 5.5)
+    assert json.loads(config.to_json_string())["layers"] == {
+        "lm_head": {"bits": 8},
+        "*.q_proj": {"sub": 0},
+    }
 
 
 def test_nothing_to_skip():

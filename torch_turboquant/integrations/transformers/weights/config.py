@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_turboquant._version import __version__
@@ -141,4 +142,12 @@ def _changes(layers: Any) -> dict[str, dict[str, Any]]:
         raise TypeError(
             f"layers must be changes by names, as {{'lm_head': {{'bits': 8}}}}, got {layers!r}"
         )
-    return {name: dict(layers[name]) for name in _names("layers", layers)}
+    return {
+        name: {field: _plain(value) for field, value in layers[name].items()}
+        for name in _names("layers", layers)
+    }
+
+
+def _plain(value: Any) -> Any:
+    """An int in place of an integer of NumPy, as JSON takes no others."""
+    return int(value) if isinstance(value, np.integer) else value

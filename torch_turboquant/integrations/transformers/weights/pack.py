@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -158,7 +159,8 @@ def quantize(
     rows = [done[name] for name in packed]
     config.record({row.name: row.form for row in rows}, left, scaled=sequences is not None)
     if sequences is not None:
-        config.calibration = {**_calibration(sequences), "budget": budget}
+        bits = None if budget is None else float(budget)
+        config.calibration = {**_calibration(sequences), "budget": bits}
     _attach(model, quantizer)
     tell(left)
     return rows
@@ -193,7 +195,7 @@ def _check_budget(
 ) -> None:
     if text is None:
         raise ValueError("quantize: budget needs a text, which says what each layer costs")
-    if not isinstance(budget, int | float) or not math.isfinite(budget):
+    if not isinstance(budget, Real) or not math.isfinite(budget):
         raise ValueError(f"budget is {budget!r}, expected bits per weight, such as 4.5")
     shapes: dict[str, Any] = {name: model.get_submodule(name).weight.shape for name in packed}
     weights = sum(n * k for n, k in shapes.values())
