@@ -170,6 +170,26 @@ def test_models_of_other_kinds(kind, tmp_path, capsys):
     assert planned.packed == sum(p.numel() * p.element_size() for p in packed.parameters())
 
 
+def test_a_kind_of_models_with_the_class_of_another(tmp_path, capsys):
+    """Llama's class would read EXAONE's configuration as one of Llama, and so write it."""
+    if "exaone" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this version of transformers has no exaone")
+    shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": None}
+    config = transformers.AutoConfig.for_model("exaone", **shape)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    written = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    assert run(tmp_path / "model", tmp_path / "out") == 0
+    assert "Load it with AutoModelForCausalLM.from_pretrained" in capsys.readouterr().out
+    packed = load(tmp_path / "out")
+    assert packed.config.model_type == "exaone"
+    expected = load(tmp_path / "model", quantization_config=TurboQuantConfig())
+    assert torch.equal(logits(packed), logits(expected))
+    assert weight_memory(str(tmp_path / "model"), 4, "float32").layers == 8
+
+
 def test_options(folder, capsys):
     with pytest.raises(SystemExit):
         run(folder, "out", "--layer", "lm_head")

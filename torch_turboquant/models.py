@@ -198,12 +198,23 @@ def model_class(config: Mapping[str, Any]) -> Any:
     """The class of transformers that a config.json names; a causal language model if it names none.
 
     An automatic class for causal language models would give a model of another kind another head,
-    or know nothing of it.
+    or know nothing of it. But several kinds of models can have one class, as EXAONE has Llama's.
+    Such a class would read and write the configuration as Llama's, so the automatic class that
+    gives it to this kind of model is returned.
     """
     import transformers
 
     names = config.get("architectures") or ["AutoModelForCausalLM"]
-    return getattr(transformers, str(names[0]), transformers.AutoModelForCausalLM)
+    named = getattr(transformers, str(names[0]), transformers.AutoModelForCausalLM)
+    kind, own = config.get("model_type"), getattr(named, "config_class", None)
+    if own is None or own.model_type == kind or kind not in transformers.CONFIG_MAPPING:
+        return named
+    automatic = (getattr(transformers, n) for n in dir(transformers) if n.startswith("AutoModel"))
+    for candidate in automatic:
+        given = candidate._model_mapping.get(transformers.CONFIG_MAPPING[kind], None)
+        if given is named:
+            return candidate
+    return named
 
 
 def text_config(config: Any) -> Any:
