@@ -17,6 +17,8 @@ from torch import nn
 from tests.transformers.weights import TEXT, load, logits, make, packed_layers
 from torch_turboquant import PackedLinear, WeightFormat
 from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
+from torch_turboquant.integrations.transformers.weights import pack
+from torch_turboquant.integrations.transformers.weights.budget import sensitivities
 from torch_turboquant.integrations.transformers.weights.quantizer import NEEDS
 
 
@@ -154,6 +156,54 @@ def test_hooks_of_layers_stay():
         handle.remove()
     logits(model)
     assert len(seen) == 2
+    packed.register_forward_hook(lambda m, args, y: seen.append(m))
+    model.dequantize()
+    logits(model)
+    assert seen[2:] == [model.model.layers[0].mlp.up_proj]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_hooks_of_accelerate_stay(family):
+    """They move inputs to the devices of a map, and keep the forward that their module had."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    seen = []
+
+    class Noting(hooks.ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append(module)
+            return args, kwargs
+
+    model, plain = make(family), make(family)
+    quantize(plain)
+    want = logits(plain)
+    names = ["lm_head", "model.layers.1.mlp.experts"] if family == "qwen3_moe" else ["lm_head"]
+
+    def check(model):
+        seen.clear()
+        found = logits(model)
+        assert set(seen) == {model.get_submodule(name) for name in names}
+        return found
+
+    for name in names:
+        hooks.add_hook_to_module(model.get_submodule(name), Noting())
+    quantize(model)
+    assert torch.equal(check(model), want)
+    twin = copy.deepcopy(model)
+    assert torch.equal(check(twin), want)
+    for one in (plain, twin):
+        one.dequantize()
+    assert torch.equal(check(twin), logits(plain))
+    assert torch.equal(check(model), want)
+
+
+def test_what_a_layer_costs_is_measured_with_its_hooks():
+    """A hook that changes what a layer computes is no error of its packed form."""
+    model = make(dtype=torch.float32)
+    layer = model.model.layers[0].mlp.up_proj
+    layer.register_forward_hook(lambda m, args, y: 0 * y)
+    packed, _ = pack._pack(model, "model.layers.0.mlp.up_proj", WeightFormat(), None)
+    cost = sensitivities(model, {"model.layers.0.mlp.up_proj": packed}, TEXT[:64])
+    assert cost == {"model.layers.0.mlp.up_proj": 0.0}
 
 
 def changed(path, **values):

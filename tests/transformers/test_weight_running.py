@@ -54,6 +54,9 @@ def test_packed_weights_on_disk(folder, tmp_path):
               "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}  # fmt: skip
     spread = load(path, device_map=places, offload_folder=tmp_path / "offload")
     assert torch.equal(logits(spread), logits(packed))
+    with pytest.raises(ValueError, match=r"1\.self_attn\.q_proj is offloaded .* cannot be made"):
+        spread.dequantize()
+    assert torch.equal(logits(spread), logits(packed))
 
 
 def test_the_package_can_be_imported_again():

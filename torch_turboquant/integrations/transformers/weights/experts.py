@@ -164,8 +164,10 @@ class PackedExperts(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # the class has no name by which it could be found
+        # The state comes last, as a copy may be asked for while its own state is copied: hooks of
+        # accelerate refer to their module.
         plain = type(self).__mro__[2]
-        return _rebuilt, (plain, self.__dict__)
+        return _rebuilt, (plain,), self.__dict__
 
 
 @cache
@@ -173,11 +175,9 @@ def _packed_class(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Packed{kind.__name__}", (PackedExperts, kind), {})
 
 
-def _rebuilt(kind: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+def _rebuilt(kind: type[nn.Module]) -> nn.Module:
     packed_class = _packed_class(kind)
-    module: nn.Module = packed_class.__new__(packed_class)
-    module.__dict__.update(state)
-    return module
+    return packed_class.__new__(packed_class)
 
 
 def pack_experts(module: Any, forms: Mapping[str, WeightFormat], loading: bool = False) -> None:

@@ -43,6 +43,7 @@ from torch_turboquant.integrations.transformers.weights.moments import (
 from torch_turboquant.integrations.transformers.weights.quantizer import (
     TurboQuantHfQuantizer,
     empty_layer,
+    keep_hooks,
     tell,
 )
 from torch_turboquant.integrations.transformers.weights.report import (
@@ -147,11 +148,11 @@ def quantize(
         for name in logging.tqdm(of_experts, desc="Packing experts", disable=not of_experts)
     }
     for name, (layer, _) in chosen.items():
-        _keep_hooks(model.get_submodule(name), layer)
         model.set_submodule(name, layer)
     for name, of_weights in experts.items():
         module = model.get_submodule(name)
         pack_experts(module, of_weights)
+        keep_hooks(module, module)
         for weight in of_weights:
             packed_bytes = _parameter(bytes_of[f"{name}.{weight}"][0])
             module.register_parameter(packed_name(weight), packed_bytes)
@@ -234,24 +235,10 @@ def _pack(model: nn.Module, name: str, form: WeightFormat, moment: Tensor | None
     if linear.bias is not None:
         layer.bias = _parameter(linear.bias.detach())
     layer.place_constants()
+    keep_hooks(linear, layer)
     with _encoding(name, weight):
         error = relative_error(weight, layer.decode(), moment)
     return layer, PackedLayer(name, form, weight.numel(), packed.numel(), error)
-
-
-def _keep_hooks(linear: nn.Module, layer: nn.Module) -> None:
-    """Gives a packed layer the forward hooks of the linear layer that it replaces.
-
-    It gets the dictionaries themselves, so that a handle of one of these hooks still removes it.
-    """
-    for hooks in (
-        "_forward_hooks",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-        "_forward_pre_hooks",
-        "_forward_pre_hooks_with_kwargs",
-    ):
-        setattr(layer, hooks, getattr(linear, hooks))
 
 
 def _pack_experts(model: nn.Module, name: str, form: WeightFormat) -> tuple[Tensor, PackedLayer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -279,15 +280,24 @@ class TurboQuantHfQuantizer(HfQuantizer):
                 "packed layers that processes share (tensor parallelism) cannot be made plain: "
                 "load the model in one process, and call dequantize there"
             )
+        for name, module in model.named_modules():
+            if isinstance(module, PackedLinear | PackedExperts) and _is_offloaded(module):
+                raise ValueError(
+                    f"{name} is offloaded (device_map) and cannot be made plain: load the model "
+                    "without offloading, and call dequantize there"
+                )
         # a name, where transformers takes the dtype from a configuration that has been saved
         target = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
         if model.dtype != target:  # else layers of two dtypes would follow each other
             model.to(target)
         for name, module in list(model.named_modules()):
             if isinstance(module, PackedLinear):
-                model.set_submodule(name, plain_layer(module, target))
+                plain = plain_layer(module, target)
+                keep_hooks(module, plain)
+                model.set_submodule(name, plain)
             elif isinstance(module, PackedExperts):
                 plain_experts(module, target)
+                keep_hooks(module, module)
         return model
 
 
@@ -348,6 +358,31 @@ def plain_layer(layer: PackedLinear, dtype: torch.dtype) -> nn.Linear:
     return linear
 
 
+def keep_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Gives a layer the hooks of the layer that it replaces.
+
+    It gets the dictionaries themselves, so that a handle of one of these hooks still removes it.
+
+    Args:
+        new: may be `old`, if its class has become another one.
+    """
+    for hooks in (
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+    ):
+        setattr(new, hooks, getattr(old, hooks))
+    if "_hf_hook" in vars(old):
+        # accelerate's moves inputs to the layer's device. It lies around the forward of the
+        # instance, and calls the one that the class had.
+        around: Any = old.forward
+        new._hf_hook = old._hf_hook
+        new._old_forward = type(new).forward.__get__(new)
+        new.forward = partial(around.func, new)
+
+
 def tell(left: Mapping[str, str]) -> None:
     """Logs what is left alone: as a warning what one might think is packed."""
     surprises = unexpected(left)
@@ -359,6 +394,10 @@ def tell(left: Mapping[str, str]) -> None:
             f"{len(surprises)} layers keep their weights as they are:\n{lines}\n"
             "(all of them: model.config.quantization_config.left_alone)"
         )
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    return any(parameter.device.type == "meta" for parameter in module.parameters())
 
 
 def _is_loaded(model: nn.Module, name: str) -> bool:
