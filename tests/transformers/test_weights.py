@@ -12,6 +12,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import torch.nn.utils.prune
 from torch import nn
 from transformers import (
     AutoModel,
@@ -272,6 +273,19 @@ def test_reasons():
     assert left["odd"] == "its 72 input channels are no multiple of 64"
     assert "its 8 rows are fewer than" in left["narrow"]
     assert left["block.gate"] == "it routes tokens to experts"
+
+
+def test_weights_that_are_computed_in_every_forward():
+    """A hook of the layer does that, from parameters that a packed layer has not."""
+    model = make()
+    layers = model.model.layers
+    nn.utils.prune.l1_unstructured(layers[0].mlp.up_proj, "weight", amount=0.5)
+    before = logits(model)
+    quantize(model)
+    why = "its weight is no parameter: pruning or weight_norm computes it in every forward"
+    assert model.config.quantization_config.left_alone["model.layers.0.mlp.up_proj"] == why
+    assert isinstance(layers[1].mlp.up_proj, PackedLinear)
+    assert (logits(model) - before).norm() < 0.5 * before.norm()
 
 
 def test_an_encoder_and_its_decoder():

@@ -162,6 +162,8 @@ def _reason(model: nn.Module, name: str, module: nn.Module, skip: list[str]) -> 
         return ASKED
     if partner := _tied_to(model, f"{name}.weight"):
         return f"{TIED} {partner}"
+    if "weight" not in module._parameters:
+        return "its weight is no parameter: pruning or weight_norm computes it in every forward"
     if not _in_language_model(model, name):
         return "it belongs to no language model"
     if _routes(model, name):
