@@ -51,6 +51,22 @@ def logits(model):
         return model(torch.arange(30)[None]).logits
 
 
+def test_folders_in_the_folder(folder, tmp_path, capsys):
+    """A tokenizer has its further chat templates in one; those with weights are other forms."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": "{{messages}}", "rag": "{{documents}}"}
+    tokenizer.save_pretrained(folder)
+    for name in ("onnx", ".cache"):
+        (folder / name / "inner").mkdir(parents=True)
+        (folder / name / "config.json").write_text("{}")
+    (folder / "onnx" / "inner" / "model.onnx").write_text("of no use")
+    assert run(folder, tmp_path / "out") == 0
+    packed = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert packed.chat_template == tokenizer.chat_template
+    folders = [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()]
+    assert folders == ["additional_chat_templates"]
+
+
 def test_a_folder_becomes_another(folder, tmp_path, capsys):
     out, report = tmp_path / "out", tmp_path / "report.json"
     assert run(folder, out, "--layer", "lm_head=8", "--report", report) == 0

@@ -206,11 +206,23 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def copy_others(source: Path, folder: Path) -> None:
-    """Copies what belongs to a model beside weights and configuration: tokenizer, licence, ..."""
+    """Copies what belongs to a model beside weights and configuration: tokenizer, licence, ...
+
+    A folder in it is copied whole, such as that of chat templates, unless it has weights: then it
+    holds the model in another form (original, onnx).
+    """
     for path in sorted(source.iterdir()):
-        is_weight = path.name.endswith((*_WEIGHTS, ".index.json")) or path.name in _WRITTEN
-        if path.is_file() and not is_weight and not path.name.startswith("."):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            if not any(_is_weight(inside) for inside in path.rglob("*")):
+                shutil.copytree(path, folder / path.name)
+        elif path.is_file() and not _is_weight(path) and path.name not in _WRITTEN:
             shutil.copy2(path, folder / path.name)
+
+
+def _is_weight(path: Path) -> bool:
+    return path.name.endswith((*_WEIGHTS, ".index.json"))
 
 
 def summary(out: Path, facts: dict[str, Any]) -> str:
