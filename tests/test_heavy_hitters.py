@@ -235,6 +235,74 @@ def test_masses_are_those_of_the_tokens_that_are_there(way, device):
         assert ((mass[seq._row] >= 1e6).sum(1) == left).all()
 
 
+@pytest.mark.parametrize("window", [1, 8])
+@pytest.mark.parametrize("way", ["truncate", "rollback"])
+def test_queries_of_tokens_that_were_taken_back_have_no_say(way, window):
+    """With drafts, and with steps that fail, the same tokens stay as without.
+
+    (On the CPU only, whose rounding does not depend on how many queries a call has.)
+    """
+    device = torch.device("cpu")
+    sizes = [(1, 4), (3, 4), (2, 4), (4, 4), (1, 4), (2, 4), (2, 4), (1, 4)]  # accepted, of a step
+    if way == "rollback":
+        sizes = [(2, 2)] * 8
+    pool, alone = pool_of(device, max_q_len=4), pool_of(device, max_q_len=4)
+    hitters, of_alone = (
+        tt.HeavyHitters(p, 40, interval=8, window=window, keep_last=10) for p in (pool, alone)
+    )
+    seq, plain = fill(pool, 40, 1), fill(alone, 40, 1)
+    shapes = [(16, heads, D) for heads in (GROUP * HEADS, HEADS, HEADS)]
+    answer = [randn(*shape, seed=i).to(device) for i, shape in enumerate(shapes)]
+    others = [9 * randn(*shape, seed=5 + i).to(device) for i, shape in enumerate(shapes)]
+
+    def store(pool, seq, hitters, tokens):
+        with pool.reserve([seq], len(tokens[0])) as batch:
+            for layer in range(LAYERS):
+                _, lse = pool.store_and_attend(layer, *tokens, batch)
+                hitters.observe(layer, tokens[0], lse, batch)
+
+    at = 0
+    for count, new in sizes:
+        if way == "rollback":
+            with pytest.raises(KeyboardInterrupt), pool.reserve([seq], count) as batch:
+                for layer in range(LAYERS):
+                    q, k, v = (x[at : at + count] for x in others)
+                    _, lse = pool.store_and_attend(layer, q, k, v, batch)
+                    hitters.observe(layer, q, lse, batch)
+                raise KeyboardInterrupt
+        end = at + count
+        drafts = [x[at : at + new - count] for x in others]
+        right = [x[at:end] for x in answer]
+        store(pool, seq, hitters, [torch.cat(pair) for pair in zip(right, drafts, strict=True)])
+        pool.truncate(seq, 40 + end)
+        at = end
+    for i in range(at):
+        store(alone, plain, of_alone, [x[i : i + 1] for x in answer])
+    assert hitters.evict([seq]) == [seq] and of_alone.evict([plain]) == [plain]
+    for layer in range(LAYERS):
+        for mine, wanted in zip(pool.load(layer, seq), alone.load(layer, plain), strict=True):
+            assert_same_bytes(mine, wanted)
+        mine, wanted = (h._mass[layer][s._row] for h, s in ((hitters, seq), (of_alone, plain)))
+        torch.testing.assert_close(mine, wanted, atol=1e-3, rtol=1e-2)
+
+
+def test_an_answer_that_is_written_anew_is_observed_anew(device):
+    """Steps count that were observed since the tokens are there."""
+    pool = pool_of(device, 0, 0)
+    hitters = tt.HeavyHitters(pool, 20, interval=4, window=4, keep_last=4)
+    seq = fill(pool, 20, 1)
+    for i in range(4):
+        step(pool, [seq], hitters, 30 + 3 * i)
+    assert hitters.due(seq)
+    pool.truncate(seq, 10)
+    pool.append([seq], tokens(14, 5, device), tokens(14, 6, device), 14)
+    assert seq.length == 24 and not hitters.due(seq)
+    for i in range(4):
+        assert hitters.evict([seq]) == []
+        step(pool, [seq], hitters, 60 + 3 * i)
+    assert hitters.evict([seq]) == [seq]
+
+
 def test_shared_pages_stay_as_they_are(device):
     pool = pool_of(device)
     hitters = tt.HeavyHitters(pool, 40, interval=8, window=2, keep_last=4)

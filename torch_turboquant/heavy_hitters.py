@@ -40,12 +40,17 @@ from torch_turboquant.pool.pool import PagedKVPool
 LAYERS_AT_ONCE = 4
 """Layers whose masses an eviction holds and chooses from together: fewer calls, more memory."""
 
+DRAFTS = 16
+"""Tokens of a step, at most, that can be taken back without loss of earlier queries. A pool that
+takes prompts in pieces has a larger max_q_len, but does not take the pieces back."""
+
 
 class HeavyHitters:
     """Cuts sequences of a pool back to a budget of tokens; see the module's text.
 
-    It keeps, for every layer, the queries of `window` steps and a mass for each kept token:
-    max_seqs * (window * q_heads * (head_dim * itemsize + 4) + num_kv_heads * budget * 4) bytes.
+    It keeps, for every layer, the last n = window + min(pool.max_q_len, DRAFTS) - 1 queries, of
+    which some may be taken back, and a mass for each kept token:
+    max_seqs * (n * q_heads * (head_dim * itemsize + 4) + num_kv_heads * budget * 4) bytes.
 
     Attributes (not to be assigned to):
         pool, budget, interval, window, keep_last, decay, softmax_scale, soft_cap.
@@ -70,8 +75,8 @@ class HeavyHitters:
                 some are gone.
             budget: tokens of a sequence after an eviction, sinks and last ones included.
             interval: tokens above the budget at which a sequence is cut back.
-            window: queries that are asked, the last ones before an eviction; of several new tokens
-                in a step the last one is.
+            window: queries that are asked, the last ones before an eviction. Those of tokens that
+                were taken back, such as drafts that were rejected, are not.
             keep_last: the most recent tokens that stay; at least those in the ring of the tail do.
             decay: of the masses of earlier evictions, 0 to 1; 0: only the present one counts.
             softmax_scale, soft_cap: those of the model's attention, as in paged_attention.
@@ -100,21 +105,22 @@ class HeavyHitters:
         self.pool, self.budget, self.interval = pool, budget, interval
         self.window, self.decay = window, decay
         self.softmax_scale, self.soft_cap = softmax_scale, soft_cap
+        self._room = window + min(pool.max_q_len, DRAFTS) - 1  # queries of each sequence
         self._put = pool._memory.put
         self._owner: list[PoolSequence | None] = [None] * pool.max_seqs
-        self._seen = np.full((pool.max_seqs, window), -1)  # position of each query that is kept
+        self._seen = np.full((pool.max_seqs, self._room), -1)  # position of each query that is kept
         self._steps = np.zeros(pool.max_seqs, dtype=np.int64)  # that were observed since a cut
         self._step: tuple[Any, ...] | None = None  # that was observed last
         self._watched: _Watched | None = None
         layers = len(pool.configs)
-        self._q: list[Tensor | None] = [None] * layers  # [max_seqs, window, q_heads, head_dim]
-        self._lse: list[Tensor | None] = [None] * layers  # float32 [max_seqs, window, q_heads]
+        self._q: list[Tensor | None] = [None] * layers  # [max_seqs, room, q_heads, head_dim]
+        self._lse: list[Tensor | None] = [None] * layers  # float32 [max_seqs, room, q_heads]
         self._mass: list[Tensor | None] = [None] * layers  # float32 [max_seqs, kv_heads, budget]
 
     # ---- decode steps
 
     def observe(self, layer: int, q: Tensor, lse: Tensor, batch: PoolBatch) -> None:
-        """Keeps the last query of every sequence that is about to be cut.
+        """Keeps the new queries, the last ones, of sequences that are about to be cut.
 
         It waits for no device, and does nothing while all sequences are more than `window` tokens
         below that. A CUDA graph cannot capture it: call it with the graph's q and lse between two
@@ -134,9 +140,9 @@ class HeavyHitters:
         _checks.check_dtype("q", q, (self.pool.dtype,))
         _checks.check_shape("q", q, (batch.tokens, None, self.pool.configs[layer].head_dim))
         _checks.check_constant("lse", lse, q.device, torch.float32, tuple(q.shape[:2]))
-        step = batch.sequences, batch.new_tokens, [s.length for s in batch.sequences]
-        if step != self._step:  # once for all layers
-            self._step, self._watched = step, self._watch(batch)
+        if _step_of(batch) != self._step:  # once for all layers
+            self._watched = self._watch(batch)
+            self._step = _step_of(batch)
         if self._watched is None:
             return
         tokens, place = self._watched
@@ -155,12 +161,27 @@ class HeavyHitters:
         if not watched:
             return None
         rows = np.array([self._row_of(batch.sequences[i]) for i in watched])
-        at = np.array([positions[i] for i in watched])
-        self._steps[rows] += self._seen[rows, at % self.window] != at
-        self._seen[rows, at % self.window] = at
-        last = np.cumsum(batch.new_tokens)[watched] - 1
-        tokens = None if len(last) == batch.tokens else self._put(last)
-        return _Watched(tokens, self._put(rows * self.window + at % self.window))
+        for i, row in zip(watched, rows, strict=True):
+            seq = batch.sequences[i]
+            self._forget(seq, row)
+            seq._least = positions[i] + 1
+        last = np.array([positions[i] for i in watched])
+        self._steps[rows] += self._seen[rows, last % self._room] != last
+        # all that may be asked: of drafts the last one seldom stays
+        counts = np.minimum([batch.new_tokens[i] for i in watched], self._room)
+        before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - 1, counts)  # ..., -1, 0
+        rows, at = np.repeat(rows, counts), np.repeat(last, counts) + before
+        self._seen[rows, at % self._room] = at
+        kept = np.repeat(np.cumsum(batch.new_tokens)[watched] - 1, counts) + before
+        tokens = None if len(kept) == batch.tokens else self._put(kept)
+        return _Watched(tokens, self._put(rows * self._room + at % self._room))
+
+    def _forget(self, seq: PoolSequence, row: int) -> None:
+        """Drops queries of tokens that were taken back: rejected drafts, an answer written anew."""
+        seen = self._seen[row]
+        seen[seen >= seq._least] = -1
+        if seen.max() < 0:
+            self._steps[row] = 0
 
     def _row_of(self, seq: PoolSequence) -> int:
         """The sequence's row, without anything of a former owner."""
@@ -178,7 +199,7 @@ class HeavyHitters:
         kept_q, lse, mass = self._q[layer], self._lse[layer], self._mass[layer]
         if kept_q is None or lse is None or mass is None:
             with lasting():
-                kept_q = q.new_zeros(pool.max_seqs, self.window, heads, d)
+                kept_q = q.new_zeros(pool.max_seqs, self._room, heads, d)
                 lse = kept_q.new_zeros(kept_q.shape[:3], dtype=torch.float32)
                 mass = lse.new_zeros(pool.max_seqs, pool.num_kv_heads, self.budget)
             self._q[layer], self._lse[layer], self._mass[layer] = kept_q, lse, mass
@@ -192,6 +213,7 @@ class HeavyHitters:
         row = seq._row
         if self._owner[row] is not seq or seq.length < self.budget + self.interval:
             return False
+        self._forget(seq, row)
         # a prompt of any length may come before: then the first queries have to be waited for
         return bool(self._steps[row] >= self.window)
 
@@ -250,8 +272,8 @@ class HeavyHitters:
     def _asked(self, due: Sequence[PoolSequence], rows: np.ndarray, lengths: np.ndarray) -> _Asked:
         """What is the same for the masses of all layers."""
         positions = lengths[:, None] - self.window + np.arange(self.window)
-        known = self._seen[rows[:, None], positions % self.window] == positions
-        place = self._put((rows[:, None] * self.window + positions % self.window).ravel())
+        known = self._seen[rows[:, None], positions % self._room] == positions
+        place = self._put((rows[:, None] * self._room + positions % self._room).ravel())
         starts = np.arange(len(due) + 1, dtype=np.int32) * self.window
         silent = self._put(~known.ravel())[:, None]
         unmoved = np.array([seq._unmoved for seq in due])
@@ -278,6 +300,11 @@ class HeavyHitters:
             softmax_scale=self.softmax_scale,
             soft_cap=self.soft_cap,
         )
+
+
+def _step_of(batch: PoolBatch) -> tuple[Any, ...]:
+    """What a step is known by, as long as none of its tokens is taken back."""
+    return batch.sequences, batch.new_tokens, [(s.length, s._least) for s in batch.sequences]
 
 
 class _Watched(NamedTuple):

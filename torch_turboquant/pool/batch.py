@@ -26,7 +26,16 @@ class Owner(Protocol):
 class PoolSequence:
     """A sequence of a pool, made by allocate, fork, adopt and swap_in, valid until it is freed."""
 
-    __slots__ = ("_batch", "_books", "_dropped", "_length", "_num_pages", "_row", "_unmoved")
+    __slots__ = (
+        "_batch",
+        "_books",
+        "_dropped",
+        "_least",
+        "_length",
+        "_num_pages",
+        "_row",
+        "_unmoved",
+    )
 
     def __init__(self, books: object, row: int) -> None:
         self._books: object | None = books  # of its pool; None: freed
@@ -35,6 +44,7 @@ class PoolSequence:
         self._dropped = 0
         self._num_pages = 0
         self._unmoved = 0  # the first tokens that are where HeavyHitters has seen them last
+        self._least = 0  # tokens that were there at all times since HeavyHitters saw a step
         self._batch: PoolBatch | None = None
 
     @property

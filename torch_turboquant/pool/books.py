@@ -232,12 +232,12 @@ class Books:
     def will_move(self, seq: PoolSequence) -> None:
         """The sequence's tokens are going to be moved within its pages."""
         self._stamp(self.pages(seq))
-        seq._unmoved = 0
 
     def close_up(self, seq: PoolSequence, length: int) -> None:
         """Keeps `length` tokens, which have moved up, the last ones with their part of the ring."""
         dropped = seq._length - length
         seq._dropped += dropped
+        seq._unmoved = seq._least = 0
         self.rings.first[seq._row] = max(self.rings.first[seq._row] - dropped, 0)
         self.cut(seq, length)
 
@@ -247,7 +247,7 @@ class Books:
         self._drop(self._tables[seq._row, keep : seq._num_pages])
         self._tokens += length - seq._length
         seq._length, seq._num_pages = length, keep
-        seq._unmoved = min(seq._unmoved, length)
+        seq._unmoved, seq._least = min(seq._unmoved, length), min(seq._least, length)
         if length == 0:  # positions begin anew
             seq._dropped = 0
         self.rings.cut(seq._row, length)
