@@ -271,6 +271,17 @@ def test_shares_that_are_refused(keep, error, match):
         Eviction(keep)
 
 
+@pytest.mark.parametrize("numbers, match", [
+    ({"sinks": -3}, "sinks is -3, supported: 0 and more"),
+    ({"window": -2}, "window is -2, supported: 0 and more"),
+    ({"sinks": 2.5}, "sinks is 2.5, which is no whole number"),
+    ({"window": True}, "window is True, which is no whole number"),
+])  # fmt: skip
+def test_numbers_of_tokens_that_are_refused(numbers, match):
+    with pytest.raises(ValueError, match=match):
+        Eviction(0.5, **numbers)
+
+
 @pytest.mark.parametrize("evict, error, match", [
     ("snap", ValueError, "unknown policy 'snap' .*did you mean 'snapkv'"),
     ("h2o", ValueError, "unknown policy 'h2o'.*snapkv, keydiff, streaming, random, or a function"),

@@ -211,6 +211,11 @@ def test_an_exact_first_stage_leaves_nothing():
 
 
 def test_unsupported_quantisers():
+    for bits in (3.0, True):
+        with pytest.raises(ValueError, match=f"bits is {bits}, which is no whole number"):
+            TurboQuantMSE(64, bits)
+    with pytest.raises(ValueError, match="scale_mode is 'paper', supported: norm, preserve, mse"):
+        TurboQuantMSE(64, 3, scale_mode="paper")
     with pytest.raises(ValueError, match="1 to 5 bits"):
         TurboQuantMSE(64, 6)
     for bits in (1, 7):
@@ -435,11 +440,29 @@ def test_unsupported_caches():
         ({"group_size": 16}, "group_size must be one of"),
         ({"buffer_size": -1}, "buffer_size must be 0 or more"),
         ({"sketch": "sparse"}, "sketch must be one of"),
+        ({"buffer_size": 2.5}, "buffer_size is 2.5, which is no whole number"),
+        ({"key_bits": 3.0}, "key_bits is 3.0, which is no whole number"),
+        ({"value_bits": 2.0}, "value_bits is 2.0, which is no whole number"),
+        ({"group_size": 32.0}, "group_size is 32.0, which is no whole number"),
     ):
         with pytest.raises(ValueError, match=message):
             TurboQuantKVCache(64, **options)
     with pytest.raises(ValueError, match="multiple of group_size"):
         TurboQuantKVCache(80)
+
+
+def test_caches_without_queries_or_tokens():
+    """A rank of a batch may have none: sizes that cannot be divided are said, not worked out."""
+    cache = TurboQuantKVCache(64, buffer_size=8)
+    cache.append(*random_tokens(20, 64))
+    assert cache.attention_scores(torch.zeros(2, 4, 0, 64)).shape == (2, 4, 0, 20)
+    assert cache.attend(torch.zeros(2, 4, 0, 20)).shape == (2, 4, 0, 64)
+    for batch, tokens in ((0, 20), (2, 0)):
+        cache = TurboQuantKVCache(64, buffer_size=8)
+        cache.append(*(x[:batch] for x in random_tokens(tokens, 64)))
+        scores = cache.attention_scores(torch.zeros(batch, 4, 3, 64))
+        assert scores.shape == (batch, 4, 3, tokens)
+        assert cache.attend(scores).shape == (batch, 4, 3, 64)
 
 
 def test_unsupported_calls():

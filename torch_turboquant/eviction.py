@@ -142,7 +142,8 @@ class Eviction:
 
     Raises:
         TypeError: keep is no number, or evict neither a name nor callable.
-        ValueError: keep out of range, or an unknown name.
+        ValueError: keep out of range, an unknown name, or sinks and window that are no whole
+            numbers of 0 and more.
     """
 
     keep: float = 1.0
@@ -169,6 +170,7 @@ class Eviction:
                 f"evict must be a name or a function of queries, keys and values, got "
                 f"{type(evict).__name__}"
             )
+        _checks.check_count(sinks=self.sinks, window=self.window)
         policy = POLICIES[evict] if isinstance(evict, str) else evict
         policy = partial(random, seed=self.seed) if evict == "random" else policy
         object.__setattr__(self, "policy", policy)

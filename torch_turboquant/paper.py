@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torch_turboquant import _checks
 from torch_turboquant.codebook import Codebook
-from torch_turboquant.ops.codec import decode, encode
+from torch_turboquant.ops.codec import SCALE_MODES, decode, encode
 from torch_turboquant.ops.group import GROUP_BITS, GROUPS, group_decode, group_encode
 from torch_turboquant.ops.hadamard import hadamard
 from torch_turboquant.ops.pack import unpack
@@ -94,6 +94,8 @@ class TurboQuantMSE:
         scale_mode: str = "norm",
         device: torch.device | str = "cpu",
     ) -> None:
+        _checks.check_whole(dim=dim, bits=bits, search=search)
+        _checks.check_scale_mode(scale_mode, SCALE_MODES)
         self.dim = dim
         self.bits = bits
         self.scale_mode = scale_mode
@@ -167,6 +169,7 @@ class TurboQuantProd:
         layer: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
+        _checks.check_whole(bits=bits)
         if bits not in range(2, 7):
             raise ValueError(f"bits must be 2 to 6 with the bit of the sketch, got {bits}")
         if sketch not in SKETCHES:
@@ -275,6 +278,13 @@ class TurboQuantKVCache:
         layer: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
+        _checks.check_whole(
+            head_dim=head_dim,
+            key_bits=key_bits,
+            value_bits=value_bits,
+            buffer_size=buffer_size,
+            group_size=group_size,
+        )
         if value_bits not in GROUP_BITS:
             raise ValueError(f"value_bits must be one of {GROUP_BITS}, got {value_bits}")
         if group_size not in GROUPS:
@@ -365,7 +375,7 @@ class TurboQuantKVCache:
             coded = self.key_quantizer.score(q, QuantizedProd(*self._packed[:4]))
             scores = torch.cat([coded, scores], dim=-1)
         scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
-        return (scores * scale).view(*query.shape[:-1], -1)
+        return (scores * scale).view(*query.shape[:-1], len(self))
 
     def attend(self, weights: Tensor) -> Tensor:
         """Sums the values with the given weights.
@@ -391,7 +401,7 @@ class TurboQuantKVCache:
                 codes, scales, zeros, self.group_size, self.value_bits, self.head_dim
             )
             out += w[..., :packed] @ past
-        return out.view(*weights.shape[:-1], -1).to(values.dtype)
+        return out.view(*weights.shape[:-1], self.head_dim).to(values.dtype)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of every tensor held, by name, and their "total".
@@ -462,4 +472,4 @@ class TurboQuantKVCache:
                 f"{name} must have shape [{batch}, a multiple of {heads} heads, queries, {last}], "
                 f"got {list(x.shape)}"
             )
-        return x.reshape(batch, heads, -1, last)
+        return x.reshape(batch, heads, x.shape[1] // heads * x.shape[2], last)
