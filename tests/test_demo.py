@@ -3,6 +3,7 @@
 import argparse
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +35,20 @@ def test_arguments(monkeypatch, tmp_path):
     assert default_cache_dir() == tmp_path / "torch_turboquant"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_dir().parts[-2:] == (".cache", "torch_turboquant")
+
+
+def test_a_user_without_a_home_folder(monkeypatch, capsys):
+    """As in a container that runs under a number: help and options do not ask for one."""
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert parse("--cache-dir", "there").cache_dir.name == "there"
+    assert demo.run(parse()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("demo: this user has no home folder") and "--cache-dir" in line
 
 
 @pytest.mark.parametrize(

@@ -491,6 +491,17 @@ def test_an_interrupted_program_says_so(monkeypatch, capsys):
     assert capsys.readouterr().err == "demo: interrupted\n"
 
 
+@pytest.mark.parametrize("argument", ["info", "--help"])
+def test_a_reader_that_goes_away_ends_a_command_quietly(argument):
+    """As `| head -1` does; 141 is what shells give a program that SIGPIPE ended."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-I", "-m", "torch_turboquant", argument]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 # ---- how it fails
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -19,7 +20,8 @@ from torch_turboquant._library import build_info
 from torch_turboquant._version import __version__
 from torch_turboquant.memory import cli as memory
 
-INTERRUPTED = 130  # the exit status that shells give a command which Ctrl-C ended
+# The exit statuses that shells give a command which Ctrl-C ended, and one whose reader went away.
+INTERRUPTED, UNREAD = 130, 141
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,7 +52,20 @@ def print_info(info: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that argv names; returns the exit status. argv: None means sys.argv."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read what it wanted
+        # Python writes out what is left when it ends, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+
+
+def run(argv: list[str]) -> int:
+    """`main` for a reader who stays to the end."""
     parser = Parser(
         prog="torch_turboquant",
         description="KV caches of 2 to 8 bits per channel, and weights of 4 or 8, read directly.",

@@ -108,10 +108,10 @@ def run(args: argparse.Namespace) -> int:
     from torch_turboquant.eval.predict import text_tokens
 
     started = time.perf_counter()
-    folder = args.cache_dir or default_cache_dir()
-    costs = assets.to_fetch(folder)
-    print(f"Takes about three minutes on two CPU cores. {costs}".rstrip(), flush=True)
     try:
+        folder = args.cache_dir or default_cache_dir()
+        costs = assets.to_fetch(folder)
+        print(f"Takes about three minutes on two CPU cores. {costs}".rstrip(), flush=True)
         model, tokenizer = assets.load_model(folder, args.device, torch.float32)
         articles = assets.load_titles(folder, (PROSE, *PASSAGES))
         prompts = measure.make_prompts(tokenizer, articles[1:])

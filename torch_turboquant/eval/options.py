@@ -13,9 +13,18 @@ from torch_turboquant._files import check_place
 
 
 def default_cache_dir() -> Path:
-    """Where downloads are kept: $XDG_CACHE_HOME/torch_turboquant, or ~/.cache/torch_turboquant."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "torch_turboquant"
+    """Where downloads are kept: $XDG_CACHE_HOME/torch_turboquant, or ~/.cache/torch_turboquant.
+
+    Raises:
+        ValueError: the user has no home folder, as in a container that runs under a bare number.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(base or Path.home() / ".cache") / "torch_turboquant"
+    except RuntimeError as error:
+        raise ValueError(
+            "this user has no home folder to keep downloads in: name a folder with --cache-dir"
+        ) from error
 
 
 def positive(text: str) -> int:
@@ -117,5 +126,6 @@ def add_cache_dir_argument(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=None,
         metavar="DIR",
-        help=f"where the model and the text are kept (default {default_cache_dir()})",
+        help="where the model and the text are kept (default $XDG_CACHE_HOME/torch_turboquant, or "
+        "~/.cache/torch_turboquant)",
     )
