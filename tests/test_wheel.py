@@ -219,6 +219,31 @@ def test_machine_code_of_one_architecture(setup, monkeypatch):
     assert "csrc/cuda" not in setup.ninja_file("0", None)
 
 
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_builds_again_without_a_source_that_is_gone(tmp_path):
+    """Or that has another name: nothing is newer than the wheel then."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    package = tmp_path / "torch_turboquant"
+    for folder in ("csrc", "torch_turboquant", "requirements", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    names = ("setup.py", "pyproject.toml", "LICENSE", "requirements/build.txt", ".venv/.build")
+    for name in (*names, "torch_turboquant/one.py", "torch_turboquant/two.py"):
+        (tmp_path / name).touch()
+    said = "echo 'torch_turboquant: building'; mkdir build/wheel; ls torch_turboquant >> built"
+    program(tmp_path / ".venv" / "bin" / "python", said)
+
+    def built() -> list[str]:
+        command = ["make", "--no-print-directory", "build/wheel/.built"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        return (tmp_path / "built").read_text().split()
+
+    assert built() == built() == ["one.py", "two.py"]
+    (package / "two.py").rename(package / "three.py")
+    assert built()[2:] == ["one.py", "three.py"]
+    (package / "one.py").unlink()
+    assert built()[4:] == ["three.py"]
+
+
 # ---- the libraries
 
 
