@@ -21,6 +21,7 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -194,6 +195,11 @@ def quote(text: str) -> str:
     return f"'\"{text}\"'"
 
 
+def word(text: object) -> str:
+    """One word of a command in build.ninja: a clone, and so .venv, may be in a "My Projects"."""
+    return shlex.quote(str(text)).replace("$", "$$")
+
+
 def own_flags(source: Path, rule: str) -> list[str]:
     """What a source asks for in a line of its own: "// nvcc: -flag" or "// cxx x86_64: -flag"."""
     machine = f" {platform.machine()}" if rule == "cxx" else ""
@@ -205,19 +211,20 @@ def ninja_file(version: str, cuda: Cuda | None) -> str:
     # Error texts hold __FILE__: keep the folders of the build machine out of them.
     prefix = f"-ffile-prefix-map={torch}/include/="
     archs = cuda.architectures if cuda else []
-    nvcc_flags = [*NVCC, "-Xcompiler", ",".join([*HOST, prefix])]
+    # nvcc runs the host compiler through a shell, too.
+    nvcc_flags = [*NVCC, "-Xcompiler", word(",".join([*HOST, f'"{prefix}"']))]
     nvcc_flags += [f"-DTURBOQUANT_CUDA_ARCHITECTURES={quote(' '.join(archs))}"]
     nvcc_flags += [flag for entry in archs for flag in gencode(entry)]
     # The largest sources would keep single cores busy for minutes: architectures side by side.
     nvcc_flags += [f"--threads={len(archs)}"] if len(archs) > 1 else []
     text = NINJA.format(
         objects=OBJECTS,
-        torch=torch,
+        torch=word(torch),
         target=TORCH_TARGET,
         version=quote(version),
         cxx=os.environ.get("CXX", "g++"),
-        cxx_flags=" ".join([*CXX, prefix]),
-        nvcc=cuda.nvcc if cuda else "nvcc",
+        cxx_flags=" ".join([*CXX, word(prefix)]),
+        nvcc=word(cuda.nvcc) if cuda else "nvcc",
         nvcc_flags=" ".join(nvcc_flags),
     )
 

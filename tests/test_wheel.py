@@ -219,6 +219,34 @@ def test_machine_code_of_one_architecture(setup, monkeypatch):
     assert "csrc/cuda" not in setup.ninja_file("0", None)
 
 
+def test_folders_with_spaces(setup, monkeypatch, tmp_path):
+    """Compilers get the folders of torch and of nvcc, which may lie in the clone, as one word."""
+    pytest.importorskip("ninja")
+    here = tmp_path / "My Projects"
+    torch_folder, objects, given = here / "torch", tmp_path / "objects", tmp_path / "given"
+    for folder in (here, objects):
+        folder.mkdir()
+    for compiler in (tmp_path / "c++", here / "nvcc"):
+        program(compiler, f"printf '%s\\n' \"$@\" >> {given}")
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    monkeypatch.setattr(setup, "torch_folder", lambda: torch_folder)
+    monkeypatch.setattr(setup, "OBJECTS", objects)
+    monkeypatch.chdir(ROOT)
+    rules = objects / "build.ninja"
+    rules.write_text(setup.ninja_file("0", setup.Cuda(str(here / "nvcc"), ["9.0a"])))
+    for target in ("csrc/ops.cpp.o", "csrc/cuda/pack.cu.o"):
+        command = [sys.executable, "-m", "ninja", "-f", rules, objects / target]
+        assert subprocess.run(command, capture_output=True).returncode == 0
+        words = given.read_text().splitlines()
+        assert str(torch_folder / "include") in words
+        prefix = f"-ffile-prefix-map={torch_folder}/include/="
+        if target.endswith("cu.o"):  # nvcc's own quotes, around what it passes on
+            assert words[words.index("-Xcompiler") + 1].endswith(f',"{prefix}"')
+        else:
+            assert prefix in words
+        given.unlink()
+
+
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_make_builds_again_without_a_source_that_is_gone(tmp_path):
     """Or that has another name: nothing is newer than the wheel then."""
