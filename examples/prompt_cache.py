@@ -25,8 +25,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from torch_turboquant.integrations.transformers import TurboQuantCache
 
-DOCUMENT = "".join(f"Room {n} is for {2 + n % 7} guests. " for n in range(100, 200))
-QUESTIONS = ["For how many guests is room 137?", "For how many guests is room 160?"]
+# The space before a word belongs to the word's token: a document that ended in a space would have a
+# token that document and question together have not.
+DOCUMENT = " ".join(f"Room {n} is for {2 + n % 7} guests." for n in range(100, 200))
+QUESTIONS = [" For how many guests is room 137?", " For how many guests is room 160?"]
 
 
 def small_llama() -> LlamaForCausalLM:
@@ -67,6 +69,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         document = tokenizer(DOCUMENT, return_tensors="pt").input_ids
         texts = [DOCUMENT + question for question in QUESTIONS]
         prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+        if not all(torch.equal(prompt[:, : document.shape[1]], document) for prompt in prompts):
+            parser.error("this tokenizer gives the document other tokens where a question follows")
     else:
         model = small_llama()
         document = torch.randint(0, 1000, (1, 2000))

@@ -624,10 +624,10 @@ def test_snippets_are_complete_and_print_something(document, tmp_path, monkeypat
 
 
 class Words:
-    """A tokenizer: the length of every word is its token."""
+    """A tokenizer: the length of every word is its token, with the space before it, as in BPE."""
 
     def __call__(self, text, return_tensors):
-        ids = torch.tensor([[len(word) for word in text.split()]])
+        ids = torch.tensor([[len(word) for word in re.findall(r" ?\S+|\s", text)]])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def decode(self, ids):
@@ -645,6 +645,8 @@ def test_the_documented_prefix_runs(tmp_path, monkeypatch, capsys):
     exec(compile(copies, "transformers.md", "exec"), names)
     expected = capsys.readouterr().out
     assert len(expected.splitlines()) == 2
+    begins = names["tokenizer"](names["instructions"], "pt")["input_ids"]
+    assert torch.equal(names["asked"]["input_ids"][:, : begins.shape[1]], begins)
     exec(compile(files, "transformers.md", "exec"), names)
     tokens, size = map(int, capsys.readouterr().out.split())
     assert tokens == names["prefix"].get_seq_length() > 100

@@ -1,5 +1,6 @@
 """The examples run, and show what they say. continuous_batching.py is in pool/test_pool.py."""
 
+import re
 import tempfile
 from types import SimpleNamespace
 
@@ -70,6 +71,26 @@ def test_prompt_cache(device, monkeypatch, capsys):
     monkeypatch.setattr(SnippetTokenizer, "decode", lambda *_, **__: "an answer")
     assert example.main(["--model", "some/model", "--tokens", "4"])["agreement"] > 0.5
     assert capsys.readouterr().out.count("an answer") == 2
+
+
+def test_the_document_of_the_prompt_cache_begins_every_prompt(monkeypatch, capsys):
+    """In tokens, where a space belongs to the word behind it; else answers would be wrong."""
+    pytest.importorskip("transformers")
+    example = load_script("examples/prompt_cache.py")
+    without_downloads(monkeypatch)
+
+    def words(self, text, return_tensors=None):
+        ids = torch.tensor([[len(word) for word in re.findall(r" ?\S+|\s", text)]])
+        return SimpleNamespace(input_ids=ids)
+
+    monkeypatch.setattr(SnippetTokenizer, "__call__", words)
+    monkeypatch.setattr(SnippetTokenizer, "decode", lambda *_, **__: "an answer")
+    assert example.main(["--model", "some/model", "--tokens", "4"])["tokens"] == 600
+    monkeypatch.setattr(example, "DOCUMENT", example.DOCUMENT + " ")
+    monkeypatch.setattr(example, "QUESTIONS", [text.strip() for text in example.QUESTIONS])
+    with pytest.raises(SystemExit):
+        example.main(["--model", "some/model"])
+    assert "gives the document other tokens" in capsys.readouterr().err
 
 
 def test_vllm_generate(monkeypatch):
