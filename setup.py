@@ -279,7 +279,10 @@ class BuildLibraries(build_ext):
         return [str(path) for path in self.built]
 
     def get_output_mapping(self) -> dict[str, str]:
-        return {}
+        """For editable_mode=strict, whose folder has a link for each file: what these lead to."""
+        if not self.editable_mode:
+            return {}
+        return {str(Path(self.build_lib, path)): str(path) for path in self.built}
 
 
 class StableWheel(bdist_wheel):

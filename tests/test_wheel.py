@@ -219,6 +219,27 @@ def test_machine_code_of_one_architecture(setup, monkeypatch):
     assert "csrc/cuda" not in setup.ninja_file("0", None)
 
 
+def test_a_strict_editable_install_has_links_to_the_libraries(setup, monkeypatch, tmp_path):
+    """`pip install --config-settings editable_mode=strict -e .` builds them in the clone."""
+    monkeypatch.setattr(setup, "choose_cuda", lambda: "not asked for")
+    monkeypatch.setattr(setup, "ninja_file", lambda *_: "")
+    monkeypatch.setattr(setup, "OBJECTS", tmp_path / "objects")
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(setup.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.chdir(tmp_path)
+    command = setup.BuildLibraries(setup.Distribution())
+    command.build_lib = "elsewhere"
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "objects" / "libturboquant_cpu.so").touch()
+    library = "torch_turboquant/lib/libturboquant_cpu.so"
+    for editable, links in ((True, {f"elsewhere/{library}": library}), (False, {})):
+        command.editable_mode = editable
+        command.inplace = editable
+        command.run()
+        assert command.get_output_mapping() == links
+        assert Path(library if editable else f"elsewhere/{library}").exists()
+
+
 def test_folders_with_spaces(setup, monkeypatch, tmp_path):
     """Compilers get the folders of torch and of nvcc, which may lie in the clone, as one word."""
     pytest.importorskip("ninja")
