@@ -131,6 +131,8 @@ def test_folders_that_cannot_be_used(folder, tmp_path, capsys):
     out = tmp_path / "out"
     assert "is no folder of a transformers model" in says(tmp_path / "nowhere", out)
     assert "cannot be written: there is no" in says(folder, tmp_path / "a" / "b")
+    (tmp_path / "link").symlink_to("nothing")
+    assert "is there already: name a new folder" in says(folder, tmp_path / "link")
     assert run(folder, out) == 0
     assert "is there already: name a new folder" in says(folder, out)
     assert "quantised already (torch_turboquant)" in says(out, tmp_path / "twice")

@@ -132,7 +132,7 @@ def checked_text(args: argparse.Namespace) -> str | None:
     from torch_turboquant.eval import assets
 
     assets.check_dense(args.model)
-    if args.out.exists():
+    if args.out.exists() or args.out.is_symlink():  # no folder can replace a link to nothing
         raise ValueError(f"{args.out} is there already: name a new folder, or remove it")
     if not args.out.resolve().parent.is_dir():
         raise ValueError(f"{args.out} cannot be written: there is no {args.out.parent}")
