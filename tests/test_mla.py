@@ -124,6 +124,70 @@ def test_the_bytes_of_hard_latents(bits, transform, dtype, device):
         )
 
 
+@pytest.mark.parametrize("search", [1, 3, 8])
+@pytest.mark.parametrize("kind", CENTERS)
+@pytest.mark.parametrize(("bits", "grid"), [(4, "uniform"), (4, "lloyd"), (5, "uniform")])
+def test_the_bytes_of_decode_steps(bits, grid, kind, search, device):
+    """Few tokens of 512 channels, which have a kernel of their own on a GPU, and their tail."""
+    cases = ((torch.bfloat16, "mse", "uneven"), (torch.float16, "unbiased", "even"))
+    for dtype, scale_mode, starts in cases:
+        config = tt.LatentConfig(
+            512,
+            64,
+            bits,
+            grid,
+            32,
+            search=search,
+            scale_mode=scale_mode,
+            rope_dtype=torch.bfloat16,
+            sink_tokens=1,
+            recent_window=2,
+        )
+        tables = tt.make_latent_tables(config, 2, center=center_of(kind, 512))
+        vectors = hard_vectors(512, tt.random_signs(512, 0, 2)).to(dtype)
+        count, width = len(vectors), 600 if starts == "even" else 517
+        latent = torch.zeros(count, width, dtype=dtype)[:, :512].copy_(vectors)  # rows apart
+        rope = randn(count, 65, seed=7, dtype=dtype)[:, 1:]
+        slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:count].clone()
+        slots[3] = -1
+        lengths = int32(*(i % 5 for i in range(count)))
+        found = []
+        for store, on in ((mla_store_reference, torch.device("cpu")), (tt.mla_store, device)):
+            cache = torch.full((2, config.record_bytes), 0xA5, dtype=torch.uint8, device=on)
+            ring = tt.allocate_latent_tail(config, count, dtype, 1, on)
+            entries = torch.arange(count, device=on).roll(1)
+            entries[7] = -1
+            x, raw, at = latent.to(on), rope.to(on), slots.to(on)
+            store(
+                *(x, raw, cache, at, config, to_device(tables, on)),
+                tail=tt.Tail(ring, entries),
+                seq_lens=lengths.to(on),
+            )
+            found += [cache.cpu(), ring.cpu()]
+        assert_same_bytes(found[2], found[0])
+        assert_same_bytes(found[3], found[1])
+
+
+def test_the_bytes_do_not_depend_on_how_many_tokens_there_are(device):
+    """A GPU stores many tokens by another kernel than few."""
+    config = tt.latent_preset("k5u", 512, 64)
+    tables = tt.make_latent_tables(config, 0)
+    latent, rope = randn(4096, 512, seed=1).bfloat16(), randn(4096, 64, seed=2).bfloat16()
+    slots = torch.arange(4096)
+
+    def pages(each):
+        cache = tt.allocate_latent_cache(config, 4096 // config.page_size, device)
+        on = config, to_device(tables, device)
+        for part in zip(latent.split(each), rope.split(each), slots.split(each), strict=True):
+            x, raw, at = (t.to(device) for t in part)
+            tt.mla_store(x, raw, cache, at, *on)
+        return cache
+
+    expected = pages(4096)
+    for each in (17, 500, 1024):
+        assert_same_bytes(pages(each), expected)
+
+
 @pytest.mark.parametrize("rope_dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("page_size", LATENT_PAGE_SIZES)
 @pytest.mark.parametrize("rope_dim", ROPE_DIMS)
