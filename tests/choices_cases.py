@@ -27,6 +27,10 @@ CALLS: dict[str, dict[str, int]] = {
     "mla_attention": {
         **{"d": 512, "bits": 4, "uniform": 1, "dtype": BF16, "rope_dtype": BF16, "rows": 16},
     },
+    "mla_store": {
+        **{"d": 512, "bits": 4, "candidates": 8, "dtype": BF16, "transforms": 1, "rotated": 0},
+        **{"tokens": 1},
+    },
     "encode": {"d": 128, "dtype": BF16, "tokens": 4096, "heads": 8, **ONE},
     "decode": {"d": 128, "dtype": BF16, "vectors": 1 << 16, "aligned": 1},
     "cache_store": {
@@ -46,7 +50,7 @@ HEADERS = {
     "attention": ["paged_attention"],
     "codec": ["encode", "decode", "cache_store", "cache_load"],
     "linear": ["linear_packed", "linear_experts"],
-    "mla": ["mla_attention"],
+    "mla": ["mla_attention", "mla_store"],
     "score": ["score", "qjl_sketch"],
 }
 
@@ -106,6 +110,8 @@ TAIL = "the exact tail does not start at a multiple of 8 bytes"
 OF_LATENTS = "uniform grid of 4, 5 or 8 bits"
 NO_WARPGROUPS = "the device has no products of warpgroups"
 OTHER_DTYPE = "queries and raw channels differ in dtype"
+FEW_LATENTS = "few tokens of 512 channels"
+MANY_LATENTS = "more than four tokens for each multiprocessor"
 FEW_LEVELS = "Lloyd-Max levels or 3 bits, at most 16 query rows"
 LEVELS_OF_256 = "Lloyd-Max levels or 3 bits over 256 channels"
 MANY_LEVELS = "Lloyd-Max levels or 3 bits, more than 16 query rows"
@@ -217,6 +223,19 @@ CASES = [
     Case("mla_attention", {"bits": 3}, "warp_tiles", NO_WARPGROUPS, "L4"),
     Case("mla_attention", {"dtype": HALF}, "general", OTHER_DTYPE, "A100"),
     Case("mla_attention", {}, "general", "compute capability below 8.0", "T4"),
+    Case("mla_store", {}, "step", FEW_LATENTS),
+    Case("mla_store", {"bits": 5, "candidates": 1, "dtype": HALF}, "step", FEW_LATENTS),
+    Case("mla_store", {"tokens": 4 * 132}, "step", FEW_LATENTS),
+    Case("mla_store", {"tokens": 4 * 108}, "step", FEW_LATENTS, "A100"),
+    Case("mla_store", {"tokens": 4 * 132 + 1}, "table", MANY_LATENTS),
+    Case("mla_store", {}, "table", "compute capability below 8.0", "T4"),
+    Case("mla_store", {"d": 256}, "table", "latent_dim is not 512"),
+    Case("mla_store", {"bits": 3}, "table", "codes have neither 4 nor 5 bits"),
+    Case("mla_store", {"bits": 8}, "table", "codes have neither 4 nor 5 bits"),
+    Case("mla_store", {"candidates": 9}, "table", "the codebook has more than 8 candidate steps"),
+    Case("mla_store", {"dtype": FULL}, "table", "latents are float32"),
+    Case("mla_store", {"transforms": 0}, "table", "latents are not rotated"),
+    Case("mla_store", {"rotated": 1}, "table", "the exact tail has rotated latents"),
     Case("score", {"queries": 2}, "general", "more than one query"),
     Case("score", {"d": 64}, "general", "head_dim is not 128"),
     Case("score", {"keys": 31}, "general", "fewer than 32 keys"),

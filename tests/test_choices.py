@@ -371,6 +371,12 @@ def test_latents_by_preset_or_bits(name):
     assert kernel_choice("mla_attention", **shape) == found
     both = {"k8": "k8v8", "k5u": "k5v4u", "k4u": "k4v4u", "k4": "k4v4", "k3": "k3v3"}[name]
     assert kernel_choice("mla_attention", preset=both, device="H200") == found
+    stored = {"latent_dim": 512, "device": "H200"}
+    few = kernel_choice("mla_store", tokens=64, preset=name, **stored)
+    assert few.kernel == ("step" if config.bits in (4, 5) else "table")
+    assert kernel_choice("mla_store", tokens=64, bits=config.bits, **stored) == few
+    assert kernel_choice("mla_store", tokens=600, preset=name, **stored).kernel == "table"
+    assert kernel_choice("mla_store", tokens=1, preset=name, **stored, rotated=True)[0] == "table"
     half = {"dtype": "float16", "rope_dtype": "bfloat16"}
     assert kernel_choice("mla_attention", **shape, **half).kernel == "general"
     assert kernel_choice("mla_attention", **shape, dtype="float16") == found

@@ -168,20 +168,48 @@ def _mla_attention(
     dtype: torch.dtype | str = torch.bfloat16,
     rope_dtype: torch.dtype | str | None = None,
 ) -> list[int]:
-    if preset is None and bits is None:
-        raise ValueError("a cache must have a preset, or bits, got neither")
-    if preset is not None and (bits is not None or grid is not None):
-        raise ValueError("a preset has its bits and grid: give either, not both")
-    if preset is not None:
-        c = latent_preset_of(preset, latent_dim)
-    else:
-        c = LatentConfig(latent_dim, 64, bits or 0, grid)
+    c = _latent_config(latent_dim, preset, bits, grid)
     queries = _dtype(dtype)
     half = torch.float16 if queries == torch.float16 else torch.bfloat16
     ropes = half if rope_dtype is None else _dtype(rope_dtype)
     rows = _size("q_heads", q_heads, _MOST_HEADS) * _size("max_q_len", max_q_len, _MOST_QUERIES)
     types = [_DTYPES[queries], _DTYPES[ropes]]
     return [latent_dim, *_codes(c.bits, c.grid), *types, min(rows, _MOST_QUERIES)]
+
+
+def _mla_store(
+    *,
+    tokens: int,
+    latent_dim: int = 512,
+    preset: str | None = None,
+    bits: int | None = None,
+    search: int = 8,
+    dtype: torch.dtype | str = torch.bfloat16,
+    transform: bool = True,
+    rotated: bool = False,
+) -> list[int]:
+    c = _latent_config(latent_dim, preset, bits, None)
+    kinds = [_DTYPES[_dtype(dtype)], int(transform), int(rotated)]
+    return [
+        latent_dim,
+        c.bits,
+        _size("search", search, MAX_SEARCH),
+        *kinds,
+        _size("tokens", tokens),
+    ]
+
+
+def _latent_config(
+    latent_dim: int, preset: str | None, bits: int | None, grid: str | None
+) -> LatentConfig:
+    """Of a preset, or of bits and a grid."""
+    if preset is None and bits is None:
+        raise ValueError("a cache must have a preset, or bits, got neither")
+    if preset is not None and (bits is not None or grid is not None):
+        raise ValueError("a preset has its bits and grid: give either, not both")
+    if preset is not None:
+        return latent_preset_of(preset, latent_dim)
+    return LatentConfig(latent_dim, 64, bits or 0, grid)
 
 
 def _cache_store(
@@ -317,6 +345,7 @@ def _linear_experts(
 _OPS: dict[str, Callable[..., list[int]]] = {
     "paged_attention": _paged_attention,
     "mla_attention": _mla_attention,
+    "mla_store": _mla_store,
     "cache_store": _cache_store,
     "cache_load": _cache_load,
     "encode": _encode,
@@ -367,6 +396,7 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
     paged_attention  head_dim, q_heads, kv_heads, a cache; max_q_len, seqs, tokens, max_seq_len,
                      key_grid, value_grid, dtype, tail
     mla_attention    ; preset, bits, grid, latent_dim, q_heads, max_q_len, dtype, rope_dtype
+    mla_store        tokens; preset, bits, latent_dim, search, dtype, transform, rotated
     cache_store      head_dim, tokens, kv_heads, a cache; search, page_size, dtype, tail
     cache_load       head_dim, seqs, max_seq_len, kv_heads, a cache; dtype
     encode           head_dim, vectors, bits; search, dtype
@@ -379,7 +409,7 @@ def kernel_choice(op: str, *, device: str | None = None, **shape: Any) -> Kernel
     ===============  ===============================================================================
 
     What stands after a semicolon has a default. "A cache" is a preset, or key_bits and value_bits;
-    mla_attention must have a preset or bits.
+    mla_attention and mla_store must have a preset or bits.
 
     Args:
         op: one of the names above.

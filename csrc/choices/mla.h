@@ -1,4 +1,4 @@
-// Which CUDA kernel takes a call of mla_attention, and why: the one place that knows the conditions. Plain C++ without
+// Which CUDA kernel takes a call of mla_attention or mla_store, and why: the one place that knows the conditions. Plain C++ without
 // torch and CUDA, so that the launch, a test and a report of the machine ask the same function.
 #pragma once
 
@@ -54,7 +54,14 @@ constexpr LatentChoice choose_latents(const LatentShape& s, const DeviceFacts& d
   return {LatentKernel::kKeyTiles, "uniform grid of 4, 5 or 8 bits"};
 }
 
-// What the choice of the kernel of mla_store depends on.
+// ---- mla_store ------------------------------------------------------------------------------------------------------
+
+enum class LatentStoreKernel {
+  kStep,   // few tokens: each has a block, whose warps try the candidates in registers (cuda/mla/store_step.cuh)
+  kTable,  // everything: blocks have a table of candidates in shared memory (cuda/mla.cu)
+};
+
+// What the choice depends on, of a call.
 struct LatentStoreShape {
   int latent_dim;
   format::Width width;
@@ -64,14 +71,27 @@ struct LatentStoreShape {
   int64_t tokens;
 };
 
-constexpr int kStoreStepDim = 512;
-constexpr int kMostStoreSteps = 4;  // tokens of a multiprocessor; for more a table of candidates pays
+struct LatentStoreChoice {
+  LatentStoreKernel kernel;
+  const char* reason;
+};
 
-// Whether the kernel for few tokens stores them (cuda/mla/store_step.cuh).
-constexpr bool stores_latents_in_a_step(const LatentStoreShape& s, const DeviceFacts& device) {
-  return device.major >= 8 && s.latent_dim == kStoreStepDim && format::fills_nibble(s.width) &&
-         s.candidates <= choices::kMostCandidates && s.dtype != Dtype::kFloat32 && s.transforms && !s.rotated_tail &&
-         s.tokens <= int64_t{kMostStoreSteps} * device.multiprocessors;
+constexpr int kStoreStepDim = 512;
+constexpr int kStoreStepTokens = 4;  // of each multiprocessor: for more, a table that is filled once pays
+
+constexpr LatentStoreChoice choose_latent_store(const LatentStoreShape& s, const DeviceFacts& device) {
+  const auto table = [](const char* reason) { return LatentStoreChoice{LatentStoreKernel::kTable, reason}; };
+  if (device.major < 8) return table("compute capability below 8.0");
+  if (s.latent_dim != kStoreStepDim) return table("latent_dim is not 512");
+  if (s.width != format::Width::k4 && !format::has_plane(s.width)) return table("codes have neither 4 nor 5 bits");
+  if (s.candidates > choices::kMostCandidates) return table("the codebook has more than 8 candidate steps");
+  if (s.dtype == Dtype::kFloat32) return table("latents are float32");
+  if (!s.transforms) return table("latents are not rotated");
+  if (s.rotated_tail) return table("the exact tail has rotated latents");
+  if (s.tokens > int64_t{kStoreStepTokens} * device.multiprocessors) {
+    return table("more than four tokens for each multiprocessor");
+  }
+  return {LatentStoreKernel::kStep, "few tokens of 512 channels"};
 }
 
 }  // namespace turboquant

@@ -164,7 +164,7 @@ void store_tokens(const MlaStoreCall& c, const format::LatentRecord& record) {
                       .rotated_tail = c.rotated_tail};
   const Device& device = current_device();
   const LatentStoreShape call{d, a.book.width, a.book.num_steps, a.dtype, shape.transforms, a.rotated_tail, a.tokens};
-  if (stores_latents_in_a_step(call, device.facts)) {
+  if (choose_latent_store(call, device.facts).kernel == LatentStoreKernel::kStep) {
     launch_store_step(a, launch.stream());
     return launch.check("mla_store");
   }

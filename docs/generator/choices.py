@@ -30,6 +30,8 @@ CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("mla_attention", {}, {"preset": "k4", "q_heads": 64}),
     ("mla_attention", {}, {"preset": "k4u", "device": "A100"}),
     ("mla_attention", {}, {"preset": "k4u", "dtype": "float32"}),
+    ("mla_store", {"preset": "k5u"}, {"tokens": 64}),
+    ("mla_store", {"preset": "k5u"}, {"tokens": 4096}),
     ("linear_packed", MATRIX, {"tokens": 16}),
     ("linear_packed", MATRIX, {"tokens": 399}),
     ("linear_packed", MATRIX, {"tokens": 400}),

@@ -112,6 +112,8 @@ const char* name(LatentKernel kernel) {
   return "general";
 }
 
+const char* name(LatentStoreKernel kernel) { return kernel == LatentStoreKernel::kStep ? "step" : "table"; }
+
 const char* name(LinearKernel kernel) {
   switch (kernel) {
     case LinearKernel::kCodes: return "codes";
@@ -184,6 +186,18 @@ Answer choose_latents(Facts& facts, const DeviceFacts& device) {
                           .rows = facts.integer(1, INT32_MAX)};
   facts.require(format::valid_latent_dim(shape.latent_dim) && format::valid_latent_width(shape.codes.width));
   return facts.valid() ? answer(turboquant::choose_latents(shape, device)) : kBadFacts;
+}
+
+Answer choose_latent_store(Facts& facts, const DeviceFacts& device) {
+  const LatentStoreShape shape{.latent_dim = facts.integer(1, INT32_MAX),
+                               .width = facts.width(),
+                               .candidates = facts.integer(1, INT32_MAX),
+                               .dtype = facts.dtype(),
+                               .transforms = facts.flag(),
+                               .rotated_tail = facts.flag(),
+                               .tokens = facts.vectors()};
+  facts.require(format::valid_latent_dim(shape.latent_dim) && format::valid_latent_width(shape.width));
+  return facts.valid() ? answer(turboquant::choose_latent_store(shape, device)) : kBadFacts;
 }
 
 Answer choose_encode(Facts& facts, const DeviceFacts& device) {
@@ -274,6 +288,7 @@ struct Op {
 constexpr Op kOps[] = {
     {"paged_attention", choose_attention},
     {"mla_attention", choose_latents},
+    {"mla_store", choose_latent_store},
     {"encode", choose_encode},
     {"decode", choose_decode},
     {"cache_store", choose_store},

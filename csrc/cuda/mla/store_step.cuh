@@ -32,7 +32,7 @@ __device__ __forceinline__ void try_candidate(const encode_step::Quad (&quads)[T
 }
 
 __global__ void __launch_bounds__(32 * kStoreStepWarps) store_step_kernel(const __grid_constant__ LatentStore a) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // stores_latents_in_a_step asks
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // choose_latent_store asks
   using namespace encode_step;
   using Traits = StepTraits<9>;
   constexpr int kQuads = Traits::kChunks, kPerLane = Traits::kPerLane, kDim = Traits::kDim;
