@@ -1,5 +1,5 @@
-// Which CUDA kernel takes a call of mla_attention or mla_store, and why: the one place that knows the conditions. Plain C++ without
-// torch and CUDA, so that the launch, a test and a report of the machine ask the same function.
+// Which CUDA kernel takes a call of mla_attention or mla_store, and why: the one place that knows the conditions. Plain
+// C++ without torch and CUDA, so that the launch, a test and a report of the machine ask the same function.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // mla_store, mla_load: latents in packed pages (docs/format.md section 12) and their exact tail, by the codec's generic
-// kernels; few tokens are stored by mla/store_step.cuh. mla_attention: describes a call for its kernels (mla/call.cuh) and launches the one that choices/mla.h
-// chooses.
+// kernels; mla/store_step.cuh stores few tokens. mla_attention: describes a call for its kernels (mla/call.cuh).
+// choices/mla.h chooses among the kernels of both.
 #include "calls/mla.h"
 
 #include <algorithm>

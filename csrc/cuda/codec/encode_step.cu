@@ -6,11 +6,11 @@
 //
 // * The parameters fill two lines of the constant cache, so that a miss costs one fetch.
 // * All loads are issued before the first of them is waited for.
-// * One candidate, the usual case, has a kernel of its own, in which no warp waits for another.
+// * A single candidate has a kernel of its own, in which no warp waits for another.
 // * Shuffles put the stored words of four channels together, and they are stored from registers.
 //
-// The bytes are those of codec/generic.cuh. Parameters and codes of four channels are encode_step_codes.cuh, a vector and
-// its candidates encode_step_vector.cuh; here are 8-bit codes, the exact tail and the kernel.
+// The bytes are those of codec/generic.cuh. Parameters and codes of four channels are encode_step_codes.cuh, a vector
+// and its candidates encode_step_vector.cuh; here are 8-bit codes, the exact tail and the kernel.
 #include "cuda/codec/encode_step_vector.cuh"
 #include "cuda/common/torch.cuh"
 

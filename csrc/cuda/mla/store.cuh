@@ -6,14 +6,16 @@
 
 namespace turboquant::cuda {
 
+// Where a token has its raw channels.
 __device__ __forceinline__ uint8_t* rope_of(const Token& token, const RecordLayout& layout, int rope_dim) {
   return token.tile + layout.value_blocks + token.number * rope_dim * format::kRopeBytes;
 }
-// The place of raw channel c in it.
+// The place of raw channel c there.
 __device__ __forceinline__ int place_of_raw(const Token& token, int rope_dim, int c) {
   return format::swapped_byte(rope_dim * format::kRopeBytes, token.number, c * format::kRopeBytes) / format::kRopeBytes;
 }
 
+// The arguments of a kernel.
 struct LatentStore {
   const void *latent, *rope;                   // [tokens, r], [tokens, dr]
   int64_t latent_stride, rope_stride, tokens;  // in elements

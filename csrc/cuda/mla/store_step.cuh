@@ -1,10 +1,10 @@
 // The kernel that stores the latents of a decode step: few tokens of 512 channels.
 //
 // Between the kernels of a model nothing is in the caches, neither instructions nor a table of candidates, so the
-// shortest code is the fastest. A block has a token. Each of its first eight warps holds the latent, as the step encoder
-// holds a key (codec/encode_step.cu), and tries one candidate of the step by a binary search in registers; four of them
-// store a quarter of the codes each. All loads are issued before the first of them is waited for. The ninth warp stores
-// the raw channels, the tenth the exact tail.
+// shortest code is the fastest. A block has a token. Each of its first eight warps holds the latent, as the step
+// encoder holds a key (codec/encode_step.cu), and tries one candidate of the step by a binary search in registers; four
+// of them store a quarter of the codes each. All loads are issued before the first of them is waited for. The ninth
+// warp stores the raw channels, the tenth the exact tail.
 #pragma once
 
 #include "choices/mla.h"
