@@ -201,11 +201,7 @@ __global__ void __launch_bounds__(32 * kWarps) encode_step_kernel(const __grid_c
   const uint32_t readable = exists ? token : 0;
   const uint8_t* from = source.data + uint64_t{readable} * source.token_stride + uint64_t{head} * source.head_stride;
   uint32_t word[kQuads][2];
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    const uint2 w = __ldg(reinterpret_cast<const uint2*>(from) + lane + 32 * q);
-    word[q][0] = w.x, word[q][1] = w.y;
-  }
+  load_words<Traits>(from, lane, word);
   const int64_t slot = load_slot(a.slots, a.wide_slots, readable);
   float signs[kPerLane], center[kPerLane] = {}, factor[kPerLane] = {};
   load<Traits>(source.signs, lane, signs);

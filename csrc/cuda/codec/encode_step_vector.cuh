@@ -15,6 +15,16 @@ namespace turboquant::cuda::encode_step {
 
 // ---- A lane's share of a vector -------------------------------------------------------------------------------------
 
+// Loads a lane's channels of a vector of 16-bit floats: four neighbours in two words.
+template <typename Traits>
+__device__ __forceinline__ void load_words(const uint8_t* vector, int lane, uint32_t (&word)[Traits::kChunks][2]) {
+#pragma unroll
+  for (int q = 0; q < Traits::kChunks; ++q) {
+    const uint2 w = __ldg(reinterpret_cast<const uint2*>(vector) + lane + 32 * q);
+    word[q][0] = w.x, word[q][1] = w.y;
+  }
+}
+
 // Channels, as they were loaded: without the center, and times factors and signs, where there are such.
 template <typename Traits>
 __device__ __forceinline__ void prepare_channels(const uint32_t (&word)[Traits::kChunks][2], bool is_half,
@@ -145,12 +155,27 @@ struct Tried {
       if constexpr (Traits::kDim > 128) dot += __dp4a(quads[q].over, level, 0u) << 16;
     }
   }
+  __device__ __forceinline__ Tried(const Quad (&quads)[kQuads], const PairBoundaries& book, const QuadLevels& levels)
+      : Tried(quads, book, levels,
+              {reinterpret_cast<const uint4*>(book.at)[0], reinterpret_cast<const uint4*>(book.at)[1]}) {}
+
+  // own: the lane's place, of the warp
+  __device__ __forceinline__ void put_selectors(uint16_t (&to)[kQuads][32], int own) const {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) to[q][own] = static_cast<uint16_t>(selector[q]);
+  }
+  // Over all lanes of the vector.
+  __device__ __forceinline__ int2 sums() const {
+    const int all_d = sum_of_lanes<Traits::kLanes>(static_cast<int>(dot));
+    const int all_b = sum_of_lanes<Traits::kLanes>(static_cast<int>(squares));
+    return {all_d, all_b};
+  }
 };
 
 // Tries all candidates; the sums of each end in the lane of its number.
 template <typename Traits, bool WIDE>
 struct Candidates {
-  static constexpr int kLanes = Traits::kLanes, kQuads = Traits::kChunks;
+  static constexpr int kQuads = Traits::kChunks;
   int dot = 0, squares = 0;
 
   __device__ __forceinline__ Candidates(const Quad (&quads)[kQuads], const PairBoundaries* books,
@@ -161,13 +186,10 @@ struct Candidates {
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {  // there is room for all, though some may not be used
         const int s = first + i;
-        const uint4* book = reinterpret_cast<const uint4*>(books[s].at);
-        const Tried<Traits, WIDE> tried(quads, books[s], levels, {book[0], book[1]});
-#pragma unroll
-        for (int q = 0; q < kQuads; ++q) selectors[s][q][own] = static_cast<uint16_t>(tried.selector[q]);
-        const int all_d = sum_of_lanes<kLanes>(static_cast<int>(tried.dot));
-        const int all_b = sum_of_lanes<kLanes>(static_cast<int>(tried.squares));
-        if (lane == s) dot = all_d, squares = all_b;
+        const Tried<Traits, WIDE> tried(quads, books[s], levels);
+        tried.put_selectors(selectors[s], own);
+        const int2 sums = tried.sums();
+        if (lane == s) dot = sums.x, squares = sums.y;
       }
     }
     if (lane >= steps) dot = squares = 0;

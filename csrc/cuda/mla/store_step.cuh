@@ -16,21 +16,6 @@ namespace turboquant::cuda {
 // Warps of a block: one for each candidate, and two more.
 constexpr int kCodeWarps = choices::kMostCandidates, kStoreStepWarps = kCodeWarps + 2;
 
-// Tries a candidate: leaves the magnitudes of a lane's channels, and the sums of all.
-template <typename Traits, bool WIDE>
-__device__ __forceinline__ void try_candidate(const encode_step::Quad (&quads)[Traits::kChunks],
-                                              const encode_step::PairBoundaries& book,
-                                              const encode_step::QuadLevels& levels, int lane,
-                                              uint16_t (&selectors)[Traits::kChunks][32], int2& sums) {
-  const uint4* first = reinterpret_cast<const uint4*>(book.at);
-  const encode_step::Tried<Traits, WIDE> tried(quads, book, levels, {first[0], first[1]});
-#pragma unroll
-  for (int q = 0; q < Traits::kChunks; ++q) selectors[q][lane] = static_cast<uint16_t>(tried.selector[q]);
-  const int dot = sum_of_lanes<32>(static_cast<int>(tried.dot));
-  const int squares = sum_of_lanes<32>(static_cast<int>(tried.squares));
-  if (lane == 0) sums = make_int2(dot, squares);
-}
-
 __global__ void __launch_bounds__(32 * kStoreStepWarps) store_step_kernel(const __grid_constant__ LatentStore a) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // choose_latent_store asks
   using namespace encode_step;
@@ -59,11 +44,7 @@ __global__ void __launch_bounds__(32 * kStoreStepWarps) store_step_kernel(const 
   const PairEntry entry(format::num_bits(width), a.book.levels, a.book.steps, a.book.num_steps, warp, number_j);
   const uint8_t* from = static_cast<const uint8_t*>(a.latent) + token * a.latent_stride * element_size(a.dtype);
   uint32_t word[kQuads][2];
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    const uint2 w = __ldg(reinterpret_cast<const uint2*>(from) + lane + 32 * q);
-    word[q][0] = w.x, word[q][1] = w.y;
-  }
+  load_words<Traits>(from, lane, word);
   float signs[kPerLane], center[kPerLane] = {}, factor[kPerLane] = {};
   load<Traits>(a.signs, lane, signs);
   if (a.channels.center) load<Traits>(a.channels.center, lane, center);
@@ -83,10 +64,15 @@ __global__ void __launch_bounds__(32 * kStoreStepWarps) store_step_kernel(const 
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) quads[q] = Quad(y + 4 * q, vector.scaled.k);
   const QuadLevels of_magnitude{*reinterpret_cast<const uint4*>(levels[warp].of)};
+  const auto leave = [&](const auto& tried) {
+    tried.put_selectors(selectors[warp], lane);
+    const int2 sum = tried.sums();
+    if (lane == 0) sums[warp] = sum;
+  };
   if (format::fits_nibble(width)) {
-    try_candidate<Traits, false>(quads, boundaries[warp], of_magnitude, lane, selectors[warp], sums[warp]);
+    leave(Tried<Traits, false>(quads, boundaries[warp], of_magnitude));
   } else {
-    try_candidate<Traits, true>(quads, boundaries[warp], of_magnitude, lane, selectors[warp], sums[warp]);
+    leave(Tried<Traits, true>(quads, boundaries[warp], of_magnitude));
   }
   sync_threads(1, 32 * kCodeWarps);
 
