@@ -70,8 +70,8 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
-@pytest.hookimpl
-def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+@pytest.hookimpl(trylast=True)  # behind the end of fixtures
+def pytest_runtest_teardown() -> None:
     """Workers share a GPU: what a large test leaves in PyTorch's cache of memory, others lack."""
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 1 << 30:
         torch.cuda.empty_cache()

@@ -255,21 +255,19 @@ def test_queries_of_tokens_that_were_taken_back_have_no_say(way, window):
     answer = [randn(*shape, seed=i).to(device) for i, shape in enumerate(shapes)]
     others = [9 * randn(*shape, seed=5 + i).to(device) for i, shape in enumerate(shapes)]
 
-    def store(pool, seq, hitters, tokens):
+    def store(pool, seq, hitters, tokens, fails=False):
         with pool.reserve([seq], len(tokens[0])) as batch:
             for layer in range(LAYERS):
                 _, lse = pool.store_and_attend(layer, *tokens, batch)
                 hitters.observe(layer, tokens[0], lse, batch)
+            if fails:
+                raise KeyboardInterrupt
 
     at = 0
     for count, new in sizes:
         if way == "rollback":
-            with pytest.raises(KeyboardInterrupt), pool.reserve([seq], count) as batch:
-                for layer in range(LAYERS):
-                    q, k, v = (x[at : at + count] for x in others)
-                    _, lse = pool.store_and_attend(layer, q, k, v, batch)
-                    hitters.observe(layer, q, lse, batch)
-                raise KeyboardInterrupt
+            with pytest.raises(KeyboardInterrupt):
+                store(pool, seq, hitters, [x[at : at + count] for x in others], fails=True)
         end = at + count
         drafts = [x[at : at + new - count] for x in others]
         right = [x[at:end] for x in answer]
