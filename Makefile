@@ -145,8 +145,8 @@ $(SGLANG)/.installed: build/wheel/.built $(SGLANG)/.packages
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall build/wheel/*.whl
 	touch $@
 
-# The choices that change the binaries, and the names of the sources: one that is gone or renamed makes nothing newer. Touched
-# only when one of them changes.
+# The choices that change the binaries, and the names of the sources: one that is gone or renamed makes nothing newer.
+# Touched only when one of them changes.
 build/choices: FORCE
 	@mkdir -p build
 	@echo '$(TORCH_TURBOQUANT_BUILD_CUDA) $(ARCHS) $(GPUS) $(shell command -v nvcc) $(CUDA_HOME) $(CXX) $(sort $(SOURCES))' > $@.new

@@ -189,14 +189,9 @@ def _mla_store(
     rotated: bool = False,
 ) -> list[int]:
     c = _latent_config(latent_dim, preset, bits, None)
+    book = [c.bits, _size("search", search, MAX_SEARCH)]
     kinds = [_DTYPES[_dtype(dtype)], int(transform), int(rotated)]
-    return [
-        latent_dim,
-        c.bits,
-        _size("search", search, MAX_SEARCH),
-        *kinds,
-        _size("tokens", tokens),
-    ]
+    return [latent_dim, *book, *kinds, _size("tokens", tokens)]
 
 
 def _latent_config(
