@@ -23,16 +23,16 @@ results do not depend on the processor, the number of threads or the other seque
 CUDA has several kernels. A query row is a query of one query head: a sequence has its number of
 queries times the query heads per KV head of them. The split-KV kernel
 (csrc/cuda/attention/split_kv.cu) takes sequences of few query rows, with any d up to 256 or d = 512
-or 576, and the bits and grids of the presets, on compute capability 8.0 and later: up to 16 rows of
-d = 64 and 128 and up to 32 of other d where the row-tile kernel takes the others, else up to 64 (32
-beyond d = 256), in blocks of 16, 8 or 4 rows that read the codes again. It rounds queries to 16
-bits as on the CPU (multiples of the largest channel / 32512) and weights times value scales of 64
-keys to multiples of the largest / 65500; keys and values of the exact tail are not rounded. It is
-one launch with a fixed grid and reads lengths and block tables on the device; scratch memory
-depends on the device only. Where all sequences are short (docs/design.md), weights are rounded for
-32 keys at a time, and those of exact keys are not. Results are the same in every run; the other
-sequences of a batch decide where the work is cut and so move roundings, by about 10^-5 of the
-largest output.
+or 576, and the bits and grids of the presets, on compute capability 8.0 and later, but none in
+float32 with a tail or k_new: up to 16 rows of d = 64 and 128 and up to 32 of other d where the
+row-tile kernel takes the others, else up to 64 (32 beyond d = 256), in blocks of 16, 8 or 4 rows
+that read the codes again. It rounds queries to 16 bits as on the CPU (multiples of the largest
+channel / 32512) and weights times value scales of 64 keys to multiples of the largest / 65500; keys
+and values of the exact tail are not rounded. It is one launch with a fixed grid and reads lengths
+and block tables on the device; scratch memory depends on the device only. Where all sequences are
+short (docs/design.md), weights are rounded for 32 keys at a time, and those of exact keys are not.
+Results are the same in every run; the other sequences of a batch decide where the work is cut and
+so move roundings, by about 10^-5 of the largest output.
 
 The key-tile kernel (csrc/cuda/attention/key_tiles.cu) takes sequences of 17 to 32 rows in bfloat16
 or float16 with d = 64 or 128 and the codes of any preset, on compute capability 9.0. With d = 128
