@@ -379,10 +379,11 @@ def linear_experts(
     tokens, or on a GPU of compute capability 9.0 and with more than 12 tokens for each expert on
     average to float16, as it does with more (8 tokens of float32, or of more than some 10,000
     channels). It does not wait for the device: graphs are replayed with whatever experts are chosen
-    then. Only other GPUs with more than 64 tokens for each expert, and float32 with more than 256,
-    wait to know the chosen experts, and call linear_packed for one after the other; in a graph they
-    do not. `kernel_choice("linear_experts", tokens=..., choices=..., experts=..., k=...)` tells
-    which ("codes", "tiles" or "one_by_one").
+    then. Only other GPUs with more than 64 tokens for each expert, or with so many channels that
+    they refuse a graph (see RuntimeError), and float32 with more than 256 tokens wait to know the
+    chosen experts, and call linear_packed for one after the other; in a graph they do not.
+    `kernel_choice("linear_experts", tokens=..., choices=..., experts=..., k=...)` tells which
+    ("codes", "tiles" or "one_by_one").
 
     Args:
         x: [tokens, k], float32, float16 or bfloat16, stride 1 in k.
