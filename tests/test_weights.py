@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import io
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import torch_turboquant as tt
-from tests.helpers import assert_same_bytes, randn
+from tests.helpers import ROOT, assert_same_bytes, randn
 from torch_turboquant import weights
 from torch_turboquant.ops.linear_reference import linear_packed_reference
 
@@ -113,6 +114,21 @@ def test_weights_above_the_largest_scale_are_refused(form, device):
     torch.testing.assert_close(large, 8192 * small, rtol=2e-3, atol=0)
     with pytest.raises(ValueError, match="too large for scales in float16: divide it by"):
         tt.encode_weight(1e6 * w, form)
+
+
+def test_standard_deviations_that_scales_suffice_for():
+    """docs/weights.md says up to which one weights are packed, whatever group and sub are."""
+    text = (ROOT / "docs" / "weights.md").read_text()
+    said = r"standard deviation above ([\d,]+) \(([\d,]+) with the uniform grid of 4 bits\) may not"
+    most, most_uniform = (int(n.replace(",", "")) for n in re.search(said, text).groups())
+    w = randn(256, 256, seed=1)
+    for group in (64, 128):
+        for sub in (0, 32):
+            tt.encode_weight(most * w, tt.WeightFormat(4, "lloyd", sub, group))
+            tt.encode_weight(most_uniform * w, tt.WeightFormat(4, "uniform", sub, group))
+        tt.encode_weight(most * w, tt.WeightFormat(8, group=group))
+    with pytest.raises(ValueError, match="too large for scales in float16"):
+        tt.encode_weight(2 * most_uniform * w, tt.WeightFormat(4, "uniform", 0, 64))
 
 
 def test_bad_scales_and_shapes():
