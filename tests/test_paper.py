@@ -201,6 +201,20 @@ def test_prod_stages():
     assert quantized.sign_bits.shape == (50, 8)
 
 
+@pytest.mark.parametrize(
+    "sketch, times", [("gaussian", math.pi / 2), ("hadamard", math.pi / 2 - 1)]
+)
+def test_prod_squared_error(sketch, times):
+    """What the second stage does to the squared error of the first one."""
+    x = unit_vectors(2000, 128, seed=3)
+    quantizer = TurboQuantProd(128, 3, seed=1, sketch=sketch)
+    packed = quantizer.quantize(x)
+    first = quantizer.mse.dequantize(quantizer.mse.quantize(x)) - x
+    both = quantizer.dequantize(packed) - x
+    ratio = both.square().sum().item() / first.square().sum().item()
+    assert ratio == pytest.approx(times, rel=0.03)
+
+
 def test_an_exact_first_stage_leaves_nothing():
     x = torch.zeros(3, 64)
     for sketch in ("gaussian", "hadamard"):
