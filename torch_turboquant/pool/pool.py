@@ -223,7 +223,7 @@ class PagedKVPool(PoolSequences):
 
         Returns:
             out: [batch.tokens, q_heads, head_dim]; lse: float32 [batch.tokens, q_heads]. Rows of
-            padding are 0 and -inf.
+            padding are 0 and -inf (or the sink logit).
 
         Raises:
             RuntimeError: the batch was committed or rolled back.
