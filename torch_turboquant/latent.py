@@ -62,7 +62,9 @@ class LatentConfig(PackedConfig):
         sink_tokens: how many first tokens of a sequence stay exact in the tail.
         recent_window: how many last tokens of a sequence stay exact in the tail.
         seed: the seed of the random signs, 0 to 2^64 - 1.
-        rope_dtype: what the raw channels are stored in: torch.bfloat16 or torch.float16.
+        rope_dtype: what the raw channels are stored in: torch.bfloat16 or torch.float16. On a GPU
+            it should be the dtype of the model: with queries of another, mla_attention takes its
+            general kernel, which is many times slower.
         transform: whether latents are rotated before they are coded. Without, codes stand for
             their channels as they are, less a center and times scales of channels.
 

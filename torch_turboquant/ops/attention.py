@@ -264,7 +264,7 @@ def store_and_attend(
         k_new, v_new: [tokens, kv_heads, head_dim], the keys and values of q's tokens in q's dtype,
             stride 1 in the last dimension.
         cache, slot_mapping: as in cache_store; the cache is written.
-        tail: of q's dtype, as in both; written.
+        tail: of q's dtype, with as many rows as paged_attention needs with k_new; written.
         q, block_table, seq_lens, config, tables, cu_seqlens_q, max_q_len: as in paged_attention.
         softmax_scale, sliding_window, soft_cap, sink_logits: as in paged_attention.
         out, lse: as in paged_attention. Neither these nor q, block_table, seq_lens, cu_seqlens_q

@@ -85,7 +85,8 @@ def mla_store(
             the token. Two tokens of a call must not have the same slot.
         config, tables: of the cache.
         tail: written at the positions that it keeps, so its ring shares no memory with another
-            tensor; needs seq_lens. Two sequences of a call must not share an entry.
+            tensor; needs seq_lens. Two sequences of a call must not share an entry. Its ring has
+            config.recent_window rows at least: one more than attention with latent_new needs.
         seq_lens: int32 [seqs], with the new tokens; 0 for padding.
         cu_seqlens_q: int32 [seqs + 1]; absent: one new token per sequence.
         rotated: whether the tail gets the latents rotated (rotate_latent), for attention with
@@ -93,7 +94,7 @@ def mla_store(
 
     Raises:
         TypeError: another dtype.
-        ValueError: another shape, stride or device; a tail without seq_lens.
+        ValueError: another shape, stride or device; a tail without seq_lens or with too few rows.
         RuntimeError: values of slot_mapping, seq_lens, cu_seqlens_q or tail.slots out of range
             (checked on the CPU); memory that is shared. Nothing has been written by then.
     """
