@@ -86,7 +86,8 @@ class CacheConfig(PackedConfig):
         value_bits: 2, 3, 4 or 8 bits per channel.
         key_grid, value_grid: "lloyd" (Lloyd-Max levels) or "uniform" (evenly spaced, decodes faster
             on GPUs). None stands for the default: "uniform" for 8 bits, which have no other grid,
-            and "lloyd" for all others.
+            and "lloyd" for all others. On GPUs attention is slower with bits and grids that no
+            preset has together (kernel_choice).
         page_size: 16, 32, 64 or 128 tokens per page.
         key_scale_mode, value_scale_mode: the rule for the stored scale (docs/format.md, section 5):
             "norm" (the paper), "preserve", "mse" or "unbiased".
