@@ -265,6 +265,7 @@ def test_options_that_are_refused():
         "unknown preset": {"preset": "k9v9"},
         "config.head_dim is 64": {"config": CacheConfig(64, 4, 4)},
         "belong into the CacheConfig": {"config": CacheConfig(32, 4, 4), "page_size": 16},
+        "there is one: 'k8v8'": {"config": CacheConfig(32, 4, 4), "preset": "k8v8"},
         "max_q_len is 0, supported: 1 and more": {"max_q_len": 0},
         "max_q_len is 4.0, which is no whole": {"max_q_len": 4.0},
         "max_batch_size is '4', which is no whole": {"max_batch_size": "4"},

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 Centers = Tensor | Sequence[Tensor | None] | Mapping[int, Tensor]
 LayerPresets = Mapping[int, LayerChoice] | Sequence[LayerChoice]
 
+_PRESET = "k5v4u"  # of for_model
+
 # In older versions (5.5) a positive argument of crop is the number of tokens to keep.
 _CROPS_TO_LENGTH = "max_length" in inspect.signature(Cache.crop).parameters
 
@@ -185,7 +187,7 @@ class TurboQuantCache(Attachable, Cache):
     def for_model(
         cls,
         model: nn.Module,
-        preset: str = "k5v4u",
+        preset: str = _PRESET,
         *,
         config: AnyConfig | None = None,
         max_batch_size: int = 1,
@@ -211,7 +213,8 @@ class TurboQuantCache(Attachable, Cache):
                 its fields, for example recent_window=128. Of a model with latent attention: a name
                 of torch_turboquant.LATENT_PRESETS, or of PRESETS, which stands for the bits and
                 the grid of its keys; or "uncompressed", for latents as they are.
-            config: a CacheConfig instead of a preset; with latent attention a LatentConfig.
+            config: a CacheConfig instead of a preset, which is then not given; with latent
+                attention a LatentConfig.
             max_batch_size: sequences, beams included; all of them get pages and a tail.
             max_cache_len: tokens per sequence to allocate at once, here and now (with static=True:
                 with the first forward). None: the prompt gets the pages that it needs, and pages
@@ -258,6 +261,8 @@ class TurboQuantCache(Attachable, Cache):
         if config is not None and overrides:
             kind = type(config).__name__
             raise ValueError(f"with config=, {sorted(overrides)} belong into the {kind}")
+        if config is not None and preset != _PRESET:  # the default cannot be told from none
+            raise ValueError(f"config= stands in place of a preset, but there is one: {preset!r}")
         if latent:
             config = config or _latent_config(preset, latent, model.dtype, overrides)
         elif config is None:
