@@ -8,8 +8,9 @@ through torch.compile. Ops, yardsticks and PyTorch code take turns on two sets o
 Before each call, reading 512 MB flushes the device's cache, and the device sleeps until everything
 is queued. Times are medians between events around the call.
 
-The last rows are one decode step: cache_store of 64 tokens in a CUDA graph, compared with an empty
-kernel, in a graph of one node (the cost of a launch) and per node of a graph of 100.
+The last rows are one decode step: cache_store of 64 tokens, or mla_store of 1 or 64, in a CUDA
+graph, compared with an empty kernel, in a graph of one node (the cost of a launch) and per node of
+a graph of 100.
 
     python benchmarks/bench_codec.py                  everything, into results/h200_codec.json
     python benchmarks/bench_codec.py --only score     rows whose name matches, printed only
@@ -23,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import common
 import torch
@@ -34,6 +36,7 @@ from torch_turboquant.signs import SignKind, random_signs, rotation_matrix
 
 D = 128
 HEADS = 8
+LATENT, ROPE = 512, 64
 
 
 @dataclass
@@ -211,6 +214,9 @@ class Rows:
                 make = lambda d=d, s=search: self.store("k4v4", s, d=d)  # noqa: E731
                 yield Row(f"cache_store k4v4 S={search} d={d}", make)
             yield Row(f"cache_load k4v4 d={d}", lambda d=d: self.load("k4v4", d))
+        for name in ("k4u", "k5u", "k8"):
+            yield Row(f"mla_store {name}", lambda n=name: self.store_latents(n))
+            yield Row(f"mla_load {name}", lambda n=name: self.load_latents(n))
 
     def hadamard(self, d: int) -> Work:
         x, signs = self.randn(self.vectors * D // d, d), random_signs(d, 0).to(self.device)
@@ -402,6 +408,47 @@ class Rows:
             eager,
         )
 
+    def latents(self, name: str, tokens: int):
+        """A cache that is full of so many tokens, and what stores them: its pages, the slots of
+        tokens, latents and raw channels."""
+        config = tt.latent_preset(name, LATENT, ROPE, sink_tokens=0, recent_window=0)
+        tables = tt.make_latent_tables(config, 0, self.device)
+        size = config.page_size
+        pages = torch.randperm(-(-tokens // size), device=self.device)
+        cache = tt.allocate_latent_cache(config, len(pages), self.device)
+        token = torch.arange(tokens, device=self.device)
+        slots = pages[token // size] * size + token % size
+        new = self.randn(tokens, LATENT), self.randn(tokens, ROPE)
+        return config, tables, cache, pages, slots, new
+
+    def store_latents(self, name: str) -> Work:
+        tokens = self.vectors // HEADS
+        config, tables, cache, _, slots, (latent, rope) = self.latents(name, tokens)
+        c = Codec(config.bits, config.grid, config.search, self.device, LATENT)
+        rows = torch.zeros(tokens, LATENT * c.bits // 8, dtype=torch.uint8, device=self.device)
+        raw = torch.zeros_like(rope)
+
+        def eager():
+            rows[slots], raw[slots] = c.encode_eager(latent)[0], rope
+
+        return Work(
+            lambda: tt.mla_store(latent, rope, cache, slots, config, tables),
+            latent.nbytes + rope.nbytes + slots.nbytes + int(tokens * config.bytes_per_token),
+            eager if c.bits != 5 else None,
+        )
+
+    def load_latents(self, name: str) -> Work:
+        tokens, seqs = self.vectors // HEADS, 8
+        config, tables, cache, pages, slots, (latent, rope) = self.latents(name, tokens)
+        tt.mla_store(latent, rope, cache, slots, config, tables)
+        table = pages.view(seqs, -1).int()
+        lens = torch.full((seqs,), tokens // seqs, dtype=torch.int32, device=self.device)
+        longest = tokens // seqs
+        return Work(
+            lambda: tt.mla_load(cache, table, lens, config, tables, longest, latent.dtype),
+            latent.nbytes + rope.nbytes + cache.nbytes,
+        )
+
 
 # ---- timing
 
@@ -482,19 +529,46 @@ def measure(row: Row, timer: Timer) -> dict[str, object]:
     } | row.notes
 
 
-def decode_step(rows: Rows, name: str, search: int, repeats: int) -> dict[str, object]:
+def some_of(slots: Tensor, count: int) -> Tensor:
+    return slots[torch.randperm(len(slots), device=slots.device)[:count]].contiguous()
+
+
+def step_of_keys(rows: Rows, name: str, search: int) -> Callable[[], object]:
+    """cache_store of 64 tokens."""
+    config, tables, cache, _, slots = rows.cache(name, search, 65536)
+    k, v = (rows.randn(64, 2 * HEADS, D)[:, :HEADS] for _ in range(2))
+    slots = some_of(slots, 64)
+    return lambda: tt.cache_store(k, v, cache, slots, config, tables)
+
+
+def step_of_latents(rows: Rows, name: str, tokens: int) -> Callable[[], object]:
+    """mla_store of so many tokens."""
+    config, tables, cache, _, slots, new = rows.latents(name, 65536)
+    slots, (latent, rope) = some_of(slots, tokens), (x[:tokens] for x in new)
+    return lambda: tt.mla_store(latent, rope, cache, slots, config, tables)
+
+
+def decode_steps(rows: Rows) -> Iterator[tuple[str, Callable[[], Callable[[], object]]]]:
+    """The name of each row, and what makes its call."""
+    for name in ("k4v4", "k3v3", "k8v4", "k8v8"):
+        for search in (1, 8):
+            make = partial(step_of_keys, rows, name, search)
+            yield f"decode step 64 tokens {name} S={search}", make
+    for name in ("k4u", "k5u"):
+        for tokens in (1, 64):
+            yield (
+                f"decode step {tokens} latents {name}",
+                partial(step_of_latents, rows, name, tokens),
+            )
+
+
+def decode_step(name: str, store: Callable[[], object], repeats: int) -> dict[str, object]:
     """Microseconds of one graph launch, and of one node among 100.
 
     Where a graph lies makes a difference of 0.2 us, so all are captured several times, by turns.
     """
-    config, tables, cache, _, slots = rows.cache(name, search, 65536)
-    k, v = (rows.randn(64, 2 * HEADS, D)[:, :HEADS] for _ in range(2))
-    slots = slots[torch.randperm(65536, device=rows.device)[:64]].contiguous()
-    works = {
-        "store": lambda: tt.cache_store(k, v, cache, slots, config, tables),
-        "empty": lambda: torch.cuda._sleep(0),
-    }
-    out: dict[str, object] = {"row": f"decode step 64 tokens {name} S={search}"}
+    works = {"store": store, "empty": lambda: torch.cuda._sleep(0)}
+    out: dict[str, object] = {"row": name}
     graphs: dict[str, tuple[list[torch.cuda.CUDAGraph], int]] = {}
     for _ in range(7):
         for kind, call in works.items():
@@ -556,17 +630,16 @@ def main() -> None:
             )
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        for name in ("k4v4", "k3v3", "k8v4", "k8v8") if device.type == "cuda" else ():
-            for search in (1, 8):
-                if wanted.search(f"decode step 64 tokens {name} S={search}"):
-                    r = decode_step(rows, name, search, arguments.repeats)
-                    results.append(r)
-                    print(
-                        f"{r['row']:38} launch {r['store_us_launch']:.2f} us (empty kernel "
-                        f"{r['empty_us_launch']:.2f}), node {r['store_us_node']:.2f} us "
-                        f"({r['empty_us_node']:.2f})",
-                        flush=True,
-                    )
+        for name, make in decode_steps(rows) if device.type == "cuda" else ():
+            if wanted.search(name):
+                r = decode_step(name, make(), arguments.repeats)
+                results.append(r)
+                print(
+                    f"{r['row']:38} launch {r['store_us_launch']:.2f} us (empty kernel "
+                    f"{r['empty_us_launch']:.2f}), node {r['store_us_node']:.2f} us "
+                    f"({r['empty_us_node']:.2f})",
+                    flush=True,
+                )
     common.write_rows("h200_codec", results, arguments)
 
 
