@@ -116,14 +116,7 @@ class TurboQuantCache(Attachable, Cache):
         learned = center if isinstance(center, str) and center in ("auto", "mean") else None
         known = None if learned else _given_centers(center, model)
         if known is not None:
-            pairs = known.items() if isinstance(known, Mapping) else enumerate(known)
-            have = sorted(layer for layer, tensor in pairs if tensor is not None)
-            need = [layer for layer, window in enumerate(windows) if window is not None]
-            if have != need:
-                got = f"shape {list(known.shape)}" if isinstance(known, Tensor) else have
-                raise ValueError(
-                    f"center needs one tensor for each of {len(need)} layers, got {got}"
-                )
+            _check_each_layer(known, windows)
         self.config = config
         self.configs: Sequence[AnyConfig] = [config] * len(windows)
         if isinstance(config, CacheConfig):
@@ -146,26 +139,33 @@ class TurboQuantCache(Attachable, Cache):
             eviction=eviction,
         )
         self.windows = windows
-        layers = plain_layers(model)
+        layers = self._make_layers(model, known, eviction, bool(latent))
+        self.packed = [layer for layer in layers if isinstance(layer, TurboQuantLayer)]
+        self.states = [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
+        self.lifecycle = Lifecycle(self.sequences, self.packed, States(self.states))
+        if max_cache_len is not None and not static and _device_of(model).type != "meta":
+            self._allocate(model)
+        self.made_for = centers.fingerprint(model)
+        super().__init__(layers=layers)
+        self.attach(model)
+
+    def _make_layers(
+        self, model: nn.Module, known: Centers | None, eviction: Eviction, latent: bool
+    ) -> list[Any]:
+        """Packed layers, and transformers' own where a model's layer needs another kind."""
+        layers, windows = plain_layers(model), self.windows
         packed = {i: self.configs[i] for i, window in enumerate(windows) if window is not None}
         centers_of = {} if known is None else {index: known[index] for index in packed}
         partners = torch.empty(0, dtype=torch.int64) if latent else rotary_partners(model)
         constants = ConstantsByDevice(packed, centers_of, partners)
-        device = next(model.parameters()).device
+        device = _device_of(model)
         if device.type != "meta":
             constants.on(device)  # here, because a first forward would wait for it
         for index, config in packed.items():
             kind = LatentLayer if latent else TurboQuantLayer
             of_layer = replace(eviction, seed=index)
             layers[index] = kind(index, config, self.sequences, constants, windows[index], of_layer)
-        self.packed = [layer for layer in layers if isinstance(layer, TurboQuantLayer)]
-        self.states = [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
-        self.lifecycle = Lifecycle(self.sequences, self.packed, States(self.states))
-        if max_cache_len is not None and not static and device.type != "meta":
-            self._allocate(model)
-        self.made_for = centers.fingerprint(model)
-        super().__init__(layers=layers)
-        self.attach(model)
+        return layers
 
     def _allocate(self, model: nn.Module) -> None:
         """All memory at once, for layers as the model's parameters and configuration promise them.
@@ -617,6 +617,20 @@ def _given_centers(center: Any, model: nn.Module) -> Centers | None:
         f"center is {str(center)!r}, supported: 'auto', 'mean', 'none' (off), a tensor per layer, "
         "or the path of a file of save_centers; there is no such file"
     )
+
+
+def _check_each_layer(known: Centers, windows: Sequence[int | None]) -> None:
+    """Raises ValueError unless there is a center for each packed layer, and for no other."""
+    pairs = known.items() if isinstance(known, Mapping) else enumerate(known)
+    have = sorted(layer for layer, tensor in pairs if tensor is not None)
+    need = [layer for layer, window in enumerate(windows) if window is not None]
+    if have != need:
+        got = f"shape {list(known.shape)}" if isinstance(known, Tensor) else have
+        raise ValueError(f"center needs one tensor for each of {len(need)} layers, got {got}")
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _own(center: str | Centers | None) -> str | Centers | None:
