@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: make vllm")
 
-from tests.vllm.harness import ON_GPU, engine, generate, metric, outputs, prompt, save_llama
+from tests.vllm.harness import ON_GPU, engine, generate, metric, outputs, prompt, save_llama, told
 from tests.vllm.reference import Reference
 from torch_turboquant.integrations.engine import prompts as prompts_of_engines
 
@@ -163,17 +163,18 @@ def test_preempted_sequences_go_on(model):
 def test_drafts_change_no_token(model):
     """n-gram speculation, with every token from its codes as without drafts."""
     folder, llama = model
-    reference = Reference(llama, PRESET, exact_steps=False)
-    settings = {"preset": PRESET, "exact_steps": False, "learn": False}
+    reference = Reference(llama, ["k8v4", PRESET, PRESET], exact_steps=False)
+    settings = {"preset": PRESET, "layers": {"0": "k8v4"}, "exact_steps": False, "learn": False}
     method = "ngram_gpu" if ON_GPU else "ngram"
     drafts = {"method": method, "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     prompts = [[*prompt(5, seed=5)] * 6, prompt(33, seed=33), [3, 4] * 20]
     options = {"speculative_config": drafts, "disable_log_stats": False}
-    with engine(folder, settings, **options) as llm:
+    with told() as lines, engine(folder, settings, **options) as llm:
         answers = generate(llm, prompts, 40)
         assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
         assert metric(llm, "vllm:spec_decode_num_draft_tokens") > metric(
             llm, "vllm:spec_decode_num_accepted_tokens"
         )
+    assert "(layers 0: k8v4)" in lines[0]
     for p, answer in zip(prompts, answers, strict=True):
         reference.check(p, answer)

@@ -163,6 +163,18 @@ def test_bytes_follow_the_block_size(folder, tmp_path):
             assert plan.bytes_per_token(packed) == packed.bytes_per_token + row
 
 
+def test_drafts_without_a_model_leave_the_served_one_its_settings(folder, tmp_path):
+    """vLLM calls the served model the one that drafts, too."""
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    with vllm_started(tmp_path) as configure:
+        config = configure({"layers": {"0": "k8v8"}}, speculative_config=drafts)
+        assert config.speculative_config.draft_model_config is config.model_config
+        plan = plan_of(config)
+        assert plan.config(0, 128).key_bits == 8
+        assert plan.learns(0)
+
+
 @pytest.mark.skipif(INTERFACE.page_bytes == "layer", reason="refused: needs vLLM 0.28 or newer")
 def test_bytes_of_a_hybrid_model_that_has_a_draft_model(folder, tmp_path, monkeypatch):
     """vLLM makes blocks of a hybrid model larger than those that it has counted with, after it has

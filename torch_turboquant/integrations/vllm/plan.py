@@ -73,7 +73,7 @@ class Plan:
         keeps = self.settings.first_token == "exact"
         self.dtype: torch.dtype = model.dtype
         self.first_token_dtype: torch.dtype | None = model.dtype if keeps else None
-        self.is_draft = speculative is not None and model is speculative.draft_model_config
+        self.is_draft = _is_of_drafts(model, speculative)
         self.device = torch.device(vllm_config.device_config.device)
         self.constants: LayerConstants | None = None
         self.rank = get_tensor_model_parallel_rank()
@@ -256,6 +256,16 @@ def _engine_of(vllm_config: Any) -> Engine:
         if other is not None and other.compilation_config is same:
             return plan.engine
     return Engine()
+
+
+def _is_of_drafts(model: Any, speculative: Any) -> bool:
+    """Whether a configuration is that of a draft model.
+
+    Where drafts come without a model, as those of n-grams, vLLM names the served model as both.
+    """
+    if speculative is None or model is speculative.target_model_config:
+        return False
+    return model is speculative.draft_model_config
 
 
 def are_for_drafts(vllm_config: Any) -> bool:
