@@ -148,7 +148,7 @@ def test_a_short_first_prompt_teaches_nothing(biased):
     prompts = [prompt(7, seed=7), PROMPTS[2]]
     with engine(folder, {"preset": "k8v8"}) as llm, told() as lines:
         answers = [generate(llm, [p], TOKENS)[0] for p in prompts]
-    assert len(lines) == 1 and "too short to learn centers from (3 tokens" in lines[0]
+    assert len(lines) == 1 and "too short to learn centers from (7 tokens, needed: 8)" in lines[0]
     for p, answer in zip(prompts, answers, strict=True):
         reference.check(p, answer)
 

@@ -329,14 +329,17 @@ def test_the_first_step_teaches():
     assert len(learning.tokens) == 16
 
 
-@pytest.mark.parametrize(("lengths", "graphs"), [([7], 1), ([8] * 10, 8)])
-def test_a_first_step_that_teaches_nothing(lengths, graphs):
+@pytest.mark.parametrize(
+    ("lengths", "graphs", "least"), [([7], 1, 8), ([8] * 10, 8, 9), ([5, 3], 16, 17)]
+)
+def test_a_first_step_that_teaches_nothing(lengths, graphs, least):
     """Too few tokens; or a step that vLLM may replay, in which no layer can learn."""
     learning = Learning()
     said = learning.see(step(*lengths), graphs)
-    assert "too short to learn centers from" in said
-    assert "Give a file of centers, or let the first prompt have 8 tokens or more" in said
+    assert f"too short to learn centers from ({max(lengths)} tokens, needed: {least})" in said
+    assert f"Give a file of centers, or let the first prompt have {least} tokens or more" in said
     assert learning.decided and learning.tokens is None
+    assert "are the mean keys of" in Learning().see(step(least), graphs)
     learning.see(step(100), graphs)
     assert learning.tokens is None
 

@@ -61,11 +61,12 @@ class Learning:
         ]
         count = sum(map(len, kept))
         if count < LEAST or m.max_query_len <= longest_in_graphs:
+            least = max(SINKS + LEAST, longest_in_graphs + 1)
             return (
-                f"TurboQuant: the first prompt was too short to learn centers from ({count} tokens "
-                f"count, at least {LEAST} must), so that keys have none until vLLM starts again. "
-                "Give a file of centers, or let the first prompt have "
-                f"{SINKS + LEAST} tokens or more"
+                "TurboQuant: the first prompt was too short to learn centers from "
+                f"({m.max_query_len} tokens, needed: {least}), so that keys have none until vLLM "
+                "starts again. Give a file of centers, or let the first prompt have "
+                f"{least} tokens or more"
             )
         self.tokens = torch.cat(kept).to(m.query_start_loc.device)
         return f"TurboQuant: centers are the mean keys of the first prompt's {count} tokens"
