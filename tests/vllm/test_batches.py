@@ -253,6 +253,17 @@ def test_keys_of_another_backend_s_layer_are_not_read(started):
         Layer(config, number=4, reads=OWNER)
 
 
+@pytest.mark.parametrize("named", ["2", "-1"])
+def test_a_layer_that_reads_another_s_pages_has_no_preset_of_its_own(started, monkeypatch, named):
+    config = started({"layers": {"0": "k8v8", named: "k8v8"}})
+    owner = Layer(config, number=1)
+    config.compilation_config.static_forward_context[OWNER] = owner.module
+    assert Layer(config, number=2, reads=OWNER).impl.owner is owner.impl  # a draft, made later
+    monkeypatch.setattr(backend, "are_for_drafts", lambda config: False)
+    with pytest.raises(ValueError, match='"layers" names layer 2, which keeps no keys and values'):
+        Layer(config, number=2, reads=OWNER)
+
+
 def test_a_layer_that_reads_another_s_pages_has_its_center(started):
     """One that is learned as well, after both were made."""
     config = started({"learn": True})

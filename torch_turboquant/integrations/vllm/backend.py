@@ -421,6 +421,7 @@ class TurboQuantImpl(AttentionImpl[TurboQuantMetadata]):
         if target is None:
             self._make_own(name, layers)
         else:
+            self.plan.check_reader(name, self.drafts)
             self._read_those_of(target)
 
     def _make_own(self, name: str, layers: dict[str, Any]) -> None:

@@ -161,6 +161,22 @@ class Plan:
         """Whether the center of a layer is learned from the first prompt."""
         return self.learning is not None and not self._is_drafting(layer)
 
+    def check_reader(self, name: str, drafts: bool) -> None:
+        """Raises ValueError for a layer that reads the keys of another one and has a preset of its
+        own in the settings, which could change nothing.
+
+        Args:
+            name, drafts: as in index.
+        """
+        if not self.settings.layers:
+            return
+        layer = self.index(name, drafts)
+        if not self._is_drafting(layer) and layer in self.settings.choices(self.layers):
+            raise ValueError(
+                f'turboquant: "layers" names layer {layer}, which keeps no keys and values and '
+                "reads those of an earlier layer: leave it out"
+            )
+
     def check_bias(self, layer: int, config: CacheConfig, has_bias: Callable[[], bool]) -> None:
         """Raises ValueError for a layer whose keys have a bias and will get no center, unless none
         is wanted. Layers that draft have none either, and only lose drafts.
