@@ -1,6 +1,7 @@
 """What users write, and what is refused at start. Needs no vLLM."""
 
 import re
+from enum import Enum
 from types import SimpleNamespace
 
 import pytest
@@ -135,6 +136,12 @@ def test_layers_that_the_model_has_not(layers, text):
 # ---- refusals
 
 
+class Kind(str, Enum):
+    """As vLLM's kinds of attention."""
+
+    ENCODER_ONLY = "encoder_only"
+
+
 def layer_problems(head_dim=64, dtype=torch.bfloat16, on_cpu=False, cache="auto", **changes):
     alibi, kind = changes.pop("alibi", None), changes.pop("kind", "decoder")
     return limits.wrong_layer(head_dim, dtype, on_cpu, cache, alibi, kind, changes)
@@ -156,6 +163,7 @@ def test_what_layers_may_be():
         ({"head_dim": 88}, "choose another --attention-backend"),
         ({"alibi": [1.0]}, "ALiBi is not supported: choose another --attention-backend"),
         ({"kind": "encoder_only"}, "encoder_only attention is not supported"),
+        ({"kind": Kind.ENCODER_ONLY}, "encoder_only attention is not supported"),
         ({"indexer": 1}, "the option indexer of attention is not supported"),
     ],
 )

@@ -124,12 +124,13 @@ def wrong_layer(
     extra: dict[str, Any],
 ) -> list[str]:
     """What is wrong with a layer: sentences with their cures."""
+    kind = getattr(attn_type, "value", attn_type)  # vLLM's are strings whose format is a name
     found = [
         wrong_head_dim(head_dim),
         wrong_dtype(dtype, on_cpu),
         wrong_cache_dtype(kv_cache_dtype),
         None if alibi_slopes is None else f"ALiBi is not supported: {ELSEWHERE}",
-        None if attn_type == "decoder" else f"{attn_type} attention is not supported: {ELSEWHERE}",
+        None if kind == "decoder" else f"{kind} attention is not supported: {ELSEWHERE}",
         *_wrong_options(extra),
     ]
     return [text for text in found if text]
