@@ -95,8 +95,8 @@ class Load:
         Raises:
             SystemExit: the text is neither.
         """
-        found = re.fullmatch(r"mix(\d+)(?:@([\d.]+))?", text)
-        if not found:
+        found = re.fullmatch(r"mix([1-9]\d*)(?:@(\d+(?:\.\d+)?))?", text)
+        if not found or (found[2] and not float(found[2])):
             raise SystemExit(f"{text!r} is no load; write mix512, or mix512@40")
         return Load(text, int(found[1]), float(found[2]) if found[2] else None)
 

@@ -349,8 +349,9 @@ def test_loads_of_a_server():
     bench = load_script("benchmarks/bench_vllm_serve.py")
     assert bench.Load.parse("mix512") == bench.Load("mix512", 512, None)
     assert bench.Load.parse("mix8@2.5") == bench.Load("mix8@2.5", 8, 2.5)
-    with pytest.raises(SystemExit, match="'serve512' is no load"):
-        bench.Load.parse("serve512")
+    for text in ("serve512", "mix0", "mix8@0", "mix8@0.0", "mix8@1.2.3"):
+        with pytest.raises(SystemExit, match=f"'{text}' is no load"):
+            bench.Load.parse(text)
 
 
 def test_the_tokenizer_of_a_server_has_a_token_for_each_word(tmp_path):
