@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 
 from tests.eval.harness import Tokenizer
 from torch_turboquant import eval as evaluation
-from torch_turboquant.eval import assets, controls, options, report
+from torch_turboquant.eval import assets, controls, measure, options, report
 
 
 def test_the_command(model, tmp_path, monkeypatch, readings, capsys):
@@ -38,6 +38,28 @@ def test_the_command(model, tmp_path, monkeypatch, readings, capsys):
 
     assert evaluation.run(parser.parse_args([*argv, "--score-tokens", "4000"])) == 1
     assert "the text has 460 tokens" in capsys.readouterr().err
+
+
+def test_a_file_of_two_runs_at_once(model, tmp_path, monkeypatch):
+    """Another run writes its rows while this one measures."""
+    monkeypatch.setattr(assets, "load_dense", lambda path, device, dtype: (model, Tokenizer()))
+    (tmp_path / "text.txt").write_text("A text of a few words. " * 20)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    path, read, theirs = tmp_path / "out.json", measure.read, {"model": "another", "cache": "k2v2"}
+
+    def with_another_run(*args, **kwargs):
+        if kwargs["title"] == "k4v4":
+            report.write_json(path, [*report.read_json(path), theirs])
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(measure, "read", with_another_run)
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    argv = ["--model", str(tmp_path), "--text", str(tmp_path / "text.txt"), "--json", str(path)]
+    argv += ["--caches", "k4v4", "--segments", "1", "--prefill", "80", "--score-tokens", "40"]
+    assert evaluation.run(parser.parse_args([*argv, "--no-layers"])) == 0
+    found = report.read_json(path)
+    assert theirs in found and {row["cache"] for row in found} == {"none", "k4v4", "k2v2"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The report of an evaluation: tables, JSON, the picture."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,20 @@ def test_json_has_no_nan(tmp_path):
     assert report.read_json(path) == []
     report.write_json(path, [{"a": math.inf, "b": [1.0, math.nan], "c": {"d": 2}}, {"a": 1}])
     assert report.read_json(path) == [{"a": None, "b": [1.0, None], "c": {"d": 2}}, {"a": 1}]
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]
+
+
+def test_two_runs_write_at_once(tmp_path, monkeypatch):
+    path, replace = tmp_path / "rows.json", Path.replace
+
+    def after_another(self, target):
+        monkeypatch.setattr(Path, "replace", replace)
+        report.write_json(path, [{"a": 1}])
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", after_another)
+    report.write_json(path, [{"a": 2}])
+    assert report.read_json(path) == [{"a": 2}]
     assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]
 
 

@@ -401,7 +401,8 @@ def run(args: argparse.Namespace) -> int:
         origin = row_origin("quality", str(loaded[0].device))
 
         def save(rows: list[dict[str, Any]]) -> None:
-            report.write_json(args.json, without(done, rows) + rows)
+            # the file is read again: another run may have written its rows into it since
+            report.write_json(args.json, without(report.read_json(args.json), rows) + rows)
 
         rows = measure_rows(args, loaded, origin, done, save)
     except (AssetError, OSError, ValueError) as error:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import textwrap
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -264,10 +265,13 @@ def show(rows: Sequence[Row]) -> None:
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
     """Writes rows as a JSON list, one per line. The file appears complete or not at all."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # of this run alone
     lines = [json.dumps(row, allow_nan=False) for row in finite(rows)]
-    partial.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-    partial.replace(path)
+    try:
+        partial.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def finite(value: Any) -> Any:
