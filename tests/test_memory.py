@@ -202,6 +202,12 @@ def test_read_config(tmp_path):
             read_config(tmp_path)
 
 
+def test_a_path_that_the_system_refuses(capsys):
+    """A name that is too long, or a file in a folder that this user may not enter."""
+    error = command(capsys, f"--context 10 --config {'a' * 300}", code=1)
+    assert error.startswith("memory: cannot read the model configuration a") and "too long" in error
+
+
 @pytest.mark.parametrize("text, tokens", [
     ("131072", 131072), ("128K", 131072), ("128k", 131072), ("1M", 2**20), ("131,072", 131072),
     ("131_072", 131072), ("0", 0),

@@ -177,9 +177,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
         ValueError: no such file, or not a JSON object.
     """
     path = Path(path)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.exists():
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+        found = path.exists()
+    except OSError as error:  # a folder that this user may not enter, a name that is too long
+        raise ValueError(f"cannot read the model configuration {path}: {error}") from error
+    if not found:
         names_a_model = len(path.parts) == 2 and not path.is_absolute() and path.suffix != ".json"
         raise ValueError(
             f"there is no {path}, and nothing is downloaded. To fetch one: hf download "
