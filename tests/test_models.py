@@ -69,6 +69,17 @@ def test_cross_attention_has_a_name(changes):
     assert unsupported_attention({**PLAIN, **changes}) == "cross attention"
 
 
+@pytest.mark.parametrize("changes, problem", [
+    ({"head_dim": 16, "v_head_dim": 16, "n_recurrent_loops": 1}, None),
+    ({"kv_lora_rank": 512, "v_head_dim": 128}, None),  # of the values that latents are expanded to
+    ({"head_dim": 192, "v_head_dim": 128}, "values of another size than keys (v_head_dim)"),
+    ({"n_recurrent_loops": 2},
+     "layers that run several times (n_recurrent_loops), each time with other keys"),
+])  # fmt: skip
+def test_what_no_cache_holds_has_a_name(changes, problem):
+    assert unsupported_attention({**PLAIN, **changes}) == problem
+
+
 def test_numbers_are_read_when_they_are_asked_for():
     layers = read_layers({"model_type": "gemma2", "num_hidden_layers": 2})
     with pytest.raises(IncompleteConfig, match=r"'gemma2'\) has head_dim = None$") as caught:

@@ -345,6 +345,10 @@ def unsupported_attention(config: Any) -> str | None:
         return "cross attention"
     if is_latent(text) and has_indexer(text):
         return f"{Kind.LATENT.value} with an indexer (index_topk)"
+    if not is_latent(text) and text.get("v_head_dim") not in (None, text.get("head_dim")):
+        return "values of another size than keys (v_head_dim)"
+    if text.get("n_recurrent_loops") not in (None, 1):
+        return "layers that run several times (n_recurrent_loops), each time with other keys"
     return None
 
 

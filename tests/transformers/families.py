@@ -106,15 +106,19 @@ FAMILIES = {**SUPPORTED, "llama with a window": {**WIDE, **WINDOW}}  # which lla
 INDEXER = "latent attention .MLA. with an indexer"
 INTERFACE = "does not go through transformers' AttentionInterface"
 LINEAR = "only layers of type .'(linear_attention|mamba)'"  # the name depends on the version
+LOOPS = "layers that run several times .n_recurrent_loops."
+VALUES = "values of another size than keys .v_head_dim."
 REFUSED = {
     "bert": ({}, "attention in both directions"),
     "bloom": ({}, INTERFACE),
     "deepseek_v32": ({}, INDEXER),
+    "dory": ({"n_input_layers": 1, "n_output_layers": 1}, LOOPS),
     "falcon_h1": ({}, "layers of type .'hybrid'"),
     "falcon_mamba": ({}, LINEAR),
     "glm_moe_dsa": ({}, INDEXER),
     "llama4_text": ({**LOCAL_EXPERTS, **WIDE}, "chunked attention"),
     "mamba": ({}, LINEAR),
+    "mimo_v2_flash": ({**WIDE, **MIXED, **EXPERTS, "v_head_dim": 16}, VALUES),
     "minimax": (LOCAL_EXPERTS, "a cache class of its own .MiniMaxCache"),
     "mpt": ({}, INTERFACE),
     "xglm": ({}, INTERFACE),
@@ -124,7 +128,6 @@ REFUSED_WHILE_RUNNING = {
     "diffllama": (WIDE, f"changes keys or values|{INTERFACE}"),
     "doge": ({"keep_window_size": 16}, "attends under a mask that the model's own code makes"),
     "olmoe": ({**EXPERTS, **WINDOW}, "attends with sliding_window=24"),  # under full masks
-    "mimo_v2_flash": ({**WIDE, **MIXED, **EXPERTS, "v_head_dim": 16}, "supports equal shapes"),
 }
 HYBRIDS = ["qwen3_next", "lfm2", "jamba"]
 

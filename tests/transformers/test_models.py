@@ -106,6 +106,19 @@ def test_planner_and_cache_refuse_an_indexer_alike(family):
         attention_layers(json.loads(model.config.to_json_string()))
 
 
+@pytest.mark.parametrize("family", ["dory", "mimo_v2_flash"])
+def test_planner_and_cache_refuse_alike(family):
+    """What these models keep is not what their numbers of layers, heads and channels say."""
+    options, why = REFUSED[family]
+    model = meta_model(family, options)
+    for refuses, given in (
+        (model_layers, model),
+        (attention_layers, json.loads(model.config.to_json_string())),
+    ):
+        with pytest.raises(ValueError, match=why):
+            refuses(given)
+
+
 def test_shared_layers_are_counted_once_and_refused_by_the_cache():
     model = meta_model("llama", {})
     model.config.num_kv_shared_layers = 1
