@@ -6,7 +6,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.eval.harness import Tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tests.eval.harness import Tokenizer, tiny
 from torch_turboquant import eval as evaluation
 from torch_turboquant.eval import assets, controls, measure, options, report
 
@@ -60,6 +62,29 @@ def test_a_file_of_two_runs_at_once(model, tmp_path, monkeypatch):
     assert evaluation.run(parser.parse_args([*argv, "--no-layers"])) == 0
     found = report.read_json(path)
     assert theirs in found and {row["cache"] for row in found} == {"none", "k4v4", "k2v2"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "too few for the 1,536 tokens of --prefill and --score-tokens"),
+        (["--score-tokens", "512", "--needle"], "too few for the 2,048 tokens of --needle"),
+        (["--score-tokens", "512", "--synthetic", "1025"], "for the 1,025 tokens of --synthetic"),
+    ],
+)
+def test_positions_that_a_model_does_not_know(readings, argv, says):
+    """GPT-2 looks positions up in a table; of a model with RoPE only the text is too short here."""
+    shape = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 1024, "vocab_size": 64}
+    gpt2 = GPT2LMHeadModel(GPT2Config(**shape)).eval()
+    parser = argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    args = parser.parse_args([*argv, "--segments", "9"])
+    with pytest.raises(ValueError, match=f"gpt2 has 1,024 positions in a table, .*{says}"):
+        evaluation.measure_rows(args, (gpt2, Tokenizer(), "gpt2", "text"), None, (), None)
+    assert not readings.names
+    llama = tiny(max_position_embeddings=9)
+    with pytest.raises(ValueError, match="the text has 4 tokens"):
+        evaluation.measure_rows(args, (llama, Tokenizer(), "llama", "text"), None, (), None)
 
 
 @pytest.mark.parametrize(

@@ -327,6 +327,12 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
     if unfit:
         print(f"Left out, for blocks of 32 channels: {', '.join(unfit)}")
         args.caches = [c for c in args.caches if c.text not in unfit]
+    read = {"--prefill and --score-tokens": args.prefill + args.score_tokens}
+    if args.needle is not None:
+        read["--needle"] = max(args.needle or NEEDLE_LENGTHS)
+    if args.synthetic:
+        read["--synthetic"] = args.synthetic
+    check_positions(model, name, read)
     settings = Settings(args.segments, args.prefill, args.score_tokens, args.chunk)
     ids = segments(tokenizer, text, args.segments, args.prefill + args.score_tokens)
     extras = []
@@ -343,6 +349,32 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
     return evaluate(
         model, name, args.caches, ids, settings, origin, done, save, extras, single_layers, measured
     )
+
+
+def check_positions(model: Any, name: str, read: dict[str, int]) -> None:
+    """Raises where a text has more tokens than the model has positions in a table, as GPT-2 does.
+
+    RoPE has no table: how far a model with RoPE can go is what people may want to measure.
+
+    Args:
+        name: of the model.
+        read: tokens of a text, by the options that say it.
+
+    Raises:
+        ValueError: such a text.
+    """
+    from torch_turboquant.models import Fields, text_config
+
+    fields = Fields(text_config(model.config))
+    if fields.get("rope_parameters") or fields.get("rope_theta"):
+        return
+    most = fields.get("max_position_embeddings")
+    for options, tokens in read.items():
+        if most and tokens > most:
+            raise ValueError(
+                f"{name} has {most:,} positions in a table, too few for the {tokens:,} tokens of "
+                f"{options}: give fewer"
+            )
 
 
 def memory_for_caches(model: Any, total: int) -> int:
