@@ -1,7 +1,9 @@
 """Policies of eviction against dense float64 formulas, and which tokens stay."""
 
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -276,10 +278,32 @@ def test_shares_that_are_refused(keep, error, match):
     ({"window": -2}, "window is -2, supported: 0 and more"),
     ({"sinks": 2.5}, "sinks is 2.5, which is no whole number"),
     ({"window": True}, "window is True, which is no whole number"),
+    ({"seed": "1"}, "seed is '1', which is no whole number"),
+    ({"seed": -1}, "seed must be 0 to 2^64 - 1, got -1"),
+    ({"seed": 2**64}, "seed must be 0 to 2^64 - 1"),
 ])  # fmt: skip
-def test_numbers_of_tokens_that_are_refused(numbers, match):
-    with pytest.raises(ValueError, match=match):
+def test_numbers_that_are_refused(numbers, match):
+    with pytest.raises(ValueError, match=re.escape(match)):
         Eviction(0.5, **numbers)
+
+
+def test_a_seed_of_numpy():
+    keys = torch.ones(1, 1, 9, 4)
+    scores = Eviction(0.5, "random", seed=np.int64(3)).policy(None, keys, None)
+    assert torch.equal(scores, POLICIES["random"](None, keys, None, seed=3))
+
+
+@pytest.mark.parametrize(
+    "lengths", [[10], [5], [10, 10, 10], [5, 5, 5], [12, 12], [10, 12], [-3, 10]]
+)
+def test_lengths_of_other_prompts_are_refused(lengths):
+    """Most of them gave scores, in which a prompt had nothing or padding had some."""
+    queries, keys = torch.randn(2, 4, 10, 16), torch.randn(2, 2, 10, 16)
+    match = re.escape(f"lengths are {lengths}, supported: of 2 prompts, 0 to 10 each")
+    with pytest.raises(ValueError, match=match):
+        Eviction(0.5).scores(queries, keys, keys, lengths)
+    with pytest.raises(ValueError, match=match):
+        Eviction(0.5).columns(torch.randn(2, 2, 10), lengths)
 
 
 @pytest.mark.parametrize("evict, error, match", [

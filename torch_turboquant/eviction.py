@@ -138,11 +138,11 @@ class Eviction:
         evict: a name of POLICIES, or a policy.
         sinks: the first tokens, which always stay.
         window: the last tokens, which always stay.
-        seed: of the policy "random".
+        seed: of the policy "random", 0 to 2^64 - 1.
 
     Raises:
         TypeError: keep is no number, or evict neither a name nor callable.
-        ValueError: keep out of range, an unknown name, or sinks and window that are no whole
+        ValueError: keep out of range, an unknown name, or sinks, window and seed that are no whole
             numbers of 0 and more.
     """
 
@@ -171,6 +171,9 @@ class Eviction:
                 f"{type(evict).__name__}"
             )
         _checks.check_count(sinks=self.sinks, window=self.window)
+        _checks.check_whole_fields(self, "seed")
+        if not 0 <= self.seed < 2**64:  # as of CacheConfig
+            raise ValueError(f"seed must be 0 to 2^64 - 1, got {self.seed}")
         policy = POLICIES[evict] if isinstance(evict, str) else evict
         policy = partial(random, seed=self.seed) if evict == "random" else policy
         object.__setattr__(self, "policy", policy)
@@ -205,9 +208,11 @@ class Eviction:
 
         Raises:
             TypeError: the policy returns no tensor, or one of another dtype.
-            ValueError: it returns another shape or device, or NaN.
+            ValueError: it returns another shape or device, or NaN; lengths that are not those of
+                these prompts.
         """
         tokens = keys.shape[2]
+        _check_lengths(lengths, keys.shape[0], tokens)
         queries = queries[:, :, -OBSERVED:]
         if min(lengths) == tokens:
             return self._scores(queries, keys, values)
@@ -238,9 +243,13 @@ class Eviction:
             int64 [batch, kv_heads, kept], increasing; kept is `count` of the longest prompt. A
             prompt with fewer tokens to keep has them on the right; what is left of them is padding,
             with no meaning but a valid column.
+
+        Raises:
+            ValueError: lengths that are not those of these prompts.
         """
-        counts = [self.count(length) for length in lengths]
         batch, heads, tokens = scores.shape
+        _check_lengths(lengths, batch, tokens)
+        counts = [self.count(length) for length in lengths]
         kept = max(counts)
         columns = torch.zeros(batch, heads, kept, dtype=torch.int64, device=scores.device)
         for length in sorted(set(lengths) - {0}):
@@ -297,6 +306,14 @@ def _check_prompt(queries: Tensor, keys: Tensor, values: Tensor) -> None:
         )
     if heads % kv_heads:
         raise ValueError(f"queries have {heads} heads, expected a multiple of the keys' {kv_heads}")
+
+
+def _check_lengths(lengths: Sequence[int], batch: int, tokens: int) -> None:
+    """Raises unless these are the lengths of so many left-padded prompts."""
+    if len(lengths) != batch or not all(0 <= length <= tokens for length in lengths):
+        raise ValueError(
+            f"lengths are {list(lengths)}, supported: of {batch} prompts, 0 to {tokens} each"
+        )
 
 
 def _check_scores(scores: Any, keys: Tensor) -> None:
