@@ -506,6 +506,16 @@ def test_packed_weights_that_cannot_be_planned(line, says, capsys, tmp_path):
     assert says in command(capsys, f"{line} --context 1000", code=1)
 
 
+def test_a_language_model_whose_weights_are_quantised(capsys, tmp_path):
+    """As files of multimodal models have it."""
+    inner = {**PLAIN, "head_dim": 128, "quantization_config": {"quant_method": "int4"}}
+    config = {"model_type": "llava", "text_config": inner}
+    config["architectures"] = ["LlavaForConditionalGeneration"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = command(capsys, f"--config {tmp_path} --context 1000 --pack-weights 4", code=1)
+    assert "are quantised already (int4): give the configuration of the original model" in said
+
+
 def test_packed_weights_without_transformers(capsys, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({**PLAIN, "head_dim": 128}))
     monkeypatch.setattr(_extras.importlib.util, "find_spec", lambda name: None)

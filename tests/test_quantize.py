@@ -136,6 +136,11 @@ def test_folders_that_cannot_be_used(folder, tmp_path, capsys):
     assert run(folder, out) == 0
     assert "is there already: name a new folder" in says(folder, out)
     assert "quantised already (torch_turboquant)" in says(out, tmp_path / "twice")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())  # of a model that also sees
+    config = {"model_type": "llava", "text_config": {**config, "quantization_config": "int4"}}
+    path.write_text(json.dumps(config))
+    assert "quantised already (int4)" in says(folder, tmp_path / "inner")
     assert not (tmp_path / "twice").exists()
 
 

@@ -231,6 +231,18 @@ def text_config(config: Any) -> Any:
     return config
 
 
+def quant_method(config: Mapping[str, Any]) -> str | None:
+    """How the weights are quantised that a config.json comes with; None: they are not.
+
+    Files of multimodal models may say it of their language model alone, as transformers reads it.
+    """
+    for part in (config, text_config(config)):
+        found = part.get("quantization_config")
+        if found is not None:
+            return str(found.get("quant_method") if isinstance(found, Mapping) else found)
+    return None
+
+
 # ---- layers
 
 

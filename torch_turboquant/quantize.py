@@ -30,7 +30,7 @@ from torch_turboquant.eval.options import (
     positive,
     read_text,
 )
-from torch_turboquant.models import model_class, read_config
+from torch_turboquant.models import model_class, quant_method, read_config
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _WRITTEN = ("config.json", "generation_config.json")  # by transformers, anew
@@ -136,11 +136,11 @@ def checked_text(args: argparse.Namespace) -> str | None:
         raise ValueError(f"{args.out} is there already: name a new folder, or remove it")
     if not args.out.resolve().parent.is_dir():
         raise ValueError(f"{args.out} cannot be written: there is no {args.out.parent}")
-    found = read_config(args.model).get("quantization_config")
+    found = quant_method(read_config(args.model))
     if found is not None:
         raise ValueError(
-            f"the weights in {args.model} are quantised already "
-            f"({found.get('quant_method')}): give the folder of the original model"
+            f"the weights in {args.model} are quantised already ({found}): give the folder of the "
+            "original model"
         )
     if args.calibrate is None:
         for name in ("tokens", "budget"):

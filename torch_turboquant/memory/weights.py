@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch_turboquant._extras import MODEL, require
-from torch_turboquant.models import model_class, read_config
+from torch_turboquant.models import model_class, quant_method, read_config
 
 
 class WeightMemory(NamedTuple):
@@ -35,11 +35,11 @@ def weight_memory(path: str, bits: int, dtype: str) -> WeightMemory:
             be packed.
     """
     values = read_config(path)
-    found = values.get("quantization_config")
+    found = quant_method(values)
     if found is not None:
         raise ValueError(
-            f"the weights of {path} are quantised already ({found.get('quant_method')}): give the "
-            "configuration of the original model, or their size with --weights"
+            f"the weights of {path} are quantised already ({found}): give the configuration of the "
+            "original model, or their size with --weights"
         )
     require("memory", *MODEL)
     import torch
