@@ -174,6 +174,10 @@ def test_unsupported_arguments():
             random_signs(64, seed)
     with pytest.raises(ValueError, match="layer must be 0 to 2"):
         random_signs(64, 0, layer=-1)
+    for number in (1.5, "1", True, None):  # 1.5 was 1
+        for name in ("seed", "layer"):
+            with pytest.raises(ValueError, match=f"{name} is {number!r}, which is no whole number"):
+                random_signs(64, **{"seed": 0, name: number})
     with pytest.raises(ValueError):
         random_signs(64, 0, kind=4)
     with pytest.raises(ValueError, match="d must be 1 or more"):

@@ -52,8 +52,11 @@ def random_words(count: int, seed: int, layer: int = 0, kind: int = SignKind.KEY
     """The first words of the stream (seed, layer, kind): uint64 [count].
 
     Raises:
-        ValueError: seed or layer outside 0 .. 2^64 - 1, or an unknown kind.
+        ValueError: seed or layer no whole number of 0 .. 2^64 - 1, or an unknown kind.
     """
+    from torch_turboquant._checks import check_whole  # not above: it needs this file
+
+    check_whole(seed=seed, layer=layer)
     key = np.zeros(1, dtype=np.uint64)
     for name, part in (("seed", seed), ("layer", layer), ("kind", SignKind(kind))):
         if not 0 <= part <= _MASK:
