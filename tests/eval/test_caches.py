@@ -146,6 +146,11 @@ def test_bytes_of_presets_and_of_no_compression(model):
         8 * size["bytes_per_token_8k"] / (2 * DIM * HEADS * LAYERS)
     )
     assert size["bytes_8k"] == 8192 * size["bytes_per_token"] + tail
+    short = Choice.parse("k4v4").make(model)  # a text of which nothing is encoded yet
+    with torch.no_grad():
+        model(TEXT[:1, :9], past_key_values=short)
+    short.detach()
+    assert caches.sizes(short, model, DIM) == size
     thin = Choice.parse("k4v4:keep=0.25").make(model)
     with torch.no_grad():
         model(TEXT[:1, :90], past_key_values=thin)

@@ -15,6 +15,7 @@ kivi4                                   a control (controls.py)
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -146,9 +147,11 @@ def sizes(cache: Cache, model: Any, head_dim: int) -> dict[str, float]:
     windows = [window for window in layer_windows(model) if window is not None]
     held = [min(CONTEXT, window or CONTEXT) for window in windows]
     if isinstance(cache, TurboQuantCache):
+        # as of a long text, be this one so short that nothing of it was encoded
         layers, size = cache.packed, cache.config.page_size
-        grows = [_page_bytes(layer) // size for layer in layers]
-        once = cache.memory_bytes()["tail"] * _HALF // model.dtype.itemsize
+        grows = [layer.kv_heads * layer.config.record_bytes // size for layer in layers]
+        rings = [math.prod(layer.ring_shape()) for layer in layers if layer.config.has_tail]
+        once = sum(rings) * _HALF
         pages = [w and cache.sequences.pages_of_window(w) for w in windows]
         most = [layer.eviction.count(CONTEXT) if layer.thinned else CONTEXT for layer in layers]
         held = [min(m, n * size or m) for m, n in zip(most, pages, strict=True)]
@@ -170,8 +173,3 @@ def sizes(cache: Cache, model: Any, head_dim: int) -> dict[str, float]:
         "bits_per_value_8k": 8 * whole / numbers,
         "bytes_8k": once + sum(n * tokens for n, tokens in zip(grows, held, strict=True)),
     }
-
-
-def _page_bytes(layer: Any) -> int:
-    """Bytes of one page of a packed layer, all its heads; 0 before anything has been encoded."""
-    return 0 if layer.pages is None else layer.pages[0].numel()
