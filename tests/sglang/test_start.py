@@ -473,6 +473,23 @@ def test_presets_of_layers_without_keys():
     assert limits.wrong_layer_presets({3: "k8v8", -1: "k8v8"}, (3, 7), 8) == []
 
 
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ({"7": "k8v8"}, "names layer 7, the model has 3 layers"),
+        ({"0": "k8v8", "-3": "k4v2"}, "names layer 0 twice"),
+        ({"0": "k8v8", "00": "k4v2"}, "names layer 0 twice"),
+    ],
+)
+def test_layers_that_the_model_does_not_have_once(folder, layers, text):
+    """The error has the name of the setting that somebody wrote."""
+    with (
+        pytest.raises(ValueError, match=f'^turboquant: "layers" {text}'),
+        engine(folder, {"layers": layers}),
+    ):
+        pass
+
+
 def test_everything_that_is_wrong_is_said_at_once(folder):
     wrong = {"page_size": 1, "enable_streaming_session": True}
     with (

@@ -98,8 +98,9 @@ class Plan:
         if self.drafts:  # where each draft reads itself as it is, which is a window of one token
             base = replace(base, recent_window=max(1, base.recent_window))
         total = int(model.num_hidden_layers)
-        presets = dict(self.settings.layers)
-        refuse(limits.wrong_layer_presets(presets, self.own_layers, total))
+        presets = self.settings.choices(total)
+        as_given = dict(self.settings.layers)
+        refuse(limits.wrong_layer_presets(as_given, self.own_layers, total))
         configs = layer_configs(base, [0] * total, layer_presets=presets)
         self.configs = [
             replace(config, head_dim=self.heads(layer).channels)
