@@ -525,6 +525,18 @@ def test_settings_without_the_backend(folder):
         pass
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_steps_of_another_backend(folder, phase):
+    """Where nobody has written settings, the error does not speak of any."""
+    other = "triton" if ON_GPU else "torch_native"
+    options = {f"{phase}_attention_backend": "turboquant"}
+    with (
+        pytest.raises(ValueError, match=f"--attention-backend is {other}, but that of prefill or"),
+        engine(folder, backend=other, **options),
+    ):
+        pass
+
+
 def test_another_backend_is_left_alone(folder):
     other = "triton" if ON_GPU else "torch_native"
     with engine(folder, backend=other) as loop:

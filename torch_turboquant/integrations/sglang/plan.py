@@ -310,12 +310,17 @@ def plan_of(kvc: Any) -> Plan | None:
     as the model that drafts for one of ours.
 
     Raises:
-        ValueError: there are settings for another backend; and as Plan.
+        ValueError: another backend has our settings, or shares its steps with ours; and as Plan.
     """
     args = chosen(kvc.server_args)
     if not is_ours(args.attention_backend):
-        ours = any(map(is_ours, backends_of(args)))
-        if ours or given_settings(args.json_model_override_args) is not None:
+        if any(map(is_ours, backends_of(args))):
+            raise ValueError(
+                f"torch_turboquant: --attention-backend is {args.attention_backend}, but that of "
+                "prefill or of decode is turboquant, and only one backend can read the pages: pass "
+                "--attention-backend turboquant alone"
+            )
+        if given_settings(args.json_model_override_args) is not None:
             raise ValueError(
                 "torch_turboquant: there are settings, but another attention backend is chosen: "
                 "pass --attention-backend turboquant alone"
