@@ -112,6 +112,22 @@ def test_ngrams(model, window, chain):
     assert len({*steps}) > 2
 
 
+def test_ngrams_of_a_backend_for_each_phase(model):
+    """SGLang takes what prefill and decode have in common for the backend of all steps, and newer
+    versions do not write it into the arguments that were given."""
+    folder, llama = model
+    reference = Reference(llama, PRESET, window=WINDOW)
+    both = {f"{phase}_attention_backend": "turboquant" for phase in ("prefill", "decode")}
+    settings = {"preset": PRESET, "window": WINDOW}
+    with engine(folder, settings, backend=None, **both, **ngrams(9)) as loop:
+        answers = loop.generate(PROMPTS, TOKENS)
+        for _ in range(2):  # whose n-grams are known, of several lengths, which make trees
+            loop.generate(PROMPTS, TOKENS)
+        assert max(loop.accepted) > 1
+    for p, answer in zip(PROMPTS, answers, strict=True):
+        replay(reference, p, answer)
+
+
 @pytest.mark.parametrize("algorithm", ["NGRAM", "NEXTN", "STANDALONE"])
 def test_numbers_that_sglang_chooses(model, tmp_path, algorithm):
     """Of drafts, where none are given; and what NEXTN is another name of."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from torch_turboquant.integrations.sglang.arguments import chosen
 from torch_turboquant.integrations.sglang.plan import plan_of
 from torch_turboquant.integrations.sglang.settings import is_ours
 from torch_turboquant.integrations.sglang.versions import TESTED
@@ -117,7 +118,7 @@ def keep_windows_of_prefixes(
 def draft_chains(original: Original, worker: Any, batch: Any) -> tuple[Any, Any]:
     """The deepest branch of each tree of n-grams, so that every draft sees all before it."""
     tokens, mask = original(worker, batch)
-    if not is_ours(worker.server_args.attention_backend):
+    if not is_ours(chosen(worker.server_args).attention_backend):
         return tokens, mask
     return chains_of_trees(tokens, mask, worker.draft_token_num)
 
