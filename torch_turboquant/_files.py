@@ -28,6 +28,17 @@ def check_place(path: str | os.PathLike[str]) -> None:
         raise FileNotFoundError(f"{path} cannot be written: there is no {Path(path).parent}")
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Another name in the same folder, for what then takes the place of `path`, whole or not."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write(
     path: str | os.PathLike[str],
     tensors: Mapping[str, Tensor],
@@ -50,17 +61,13 @@ def write(
 
     check_place(path)
     path = Path(path).resolve()  # a link stays one
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     said = {**metadata, "format": file_format, "version": __version__}
     try:
-        save_file(dict(tensors), temporary, metadata=said)
-        size = temporary.stat().st_size
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            save_file(dict(tensors), temporary, metadata=said)
+            return temporary.stat().st_size
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return size
 
 
 @contextmanager

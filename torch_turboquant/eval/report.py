@@ -7,11 +7,11 @@ import json
 import math
 import re
 import textwrap
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch_turboquant._files import replacing
 from torch_turboquant.eval.tasks import CONVERSATIONS, prompts
 
 Row = dict[str, Any]
@@ -265,13 +265,9 @@ def show(rows: Sequence[Row]) -> None:
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
     """Writes rows as a JSON list, one per line. The file appears complete or not at all."""
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # of this run alone
     lines = [json.dumps(row, allow_nan=False) for row in finite(rows)]
-    try:
-        partial.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def finite(value: Any) -> Any:
