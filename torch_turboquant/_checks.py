@@ -202,6 +202,12 @@ def check_whole_fields(config: Any, *names: str) -> None:
             object.__setattr__(config, name, int(number))
 
 
+def check_seed(seed: int) -> None:
+    """Of a cache's signs, or of a draw, that is a whole number already."""
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be 0 to 2^64 - 1, got {seed}")
+
+
 def check_count(**numbers: int) -> None:
     check_whole(**numbers)
     for name, number in numbers.items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from torch_turboquant._checks import check_whole_fields
+from torch_turboquant._checks import check_seed, check_whole_fields
 from torch_turboquant.format import Record
 from torch_turboquant.ops.codec import SCALE_MODES
 
@@ -59,8 +59,7 @@ class PackedConfig:
         for name in ("sink_tokens", "recent_window"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be 0 to 2^64 - 1, got {self.seed}")
+        check_seed(self.seed)
 
     @property
     def has_tail(self) -> bool:

@@ -172,8 +172,7 @@ class Eviction:
             )
         _checks.check_count(sinks=self.sinks, window=self.window)
         _checks.check_whole_fields(self, "seed")
-        if not 0 <= self.seed < 2**64:  # as of CacheConfig
-            raise ValueError(f"seed must be 0 to 2^64 - 1, got {self.seed}")
+        _checks.check_seed(self.seed)
         policy = POLICIES[evict] if isinstance(evict, str) else evict
         policy = partial(random, seed=self.seed) if evict == "random" else policy
         object.__setattr__(self, "policy", policy)
