@@ -68,7 +68,7 @@ def rotation(d: int, signs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pack_eager(codes: Tensor, bits: int) -> Tensor:
-    """Packs codes of widths that divide a byte, and of 3 bits in groups of 24 bits."""
+    """Packs codes of widths that divide a byte, and eight codes of others at a time."""
     if 8 % bits == 0:
         per = 8 // bits
         parts = codes.unflatten(-1, (-1, per))
@@ -346,17 +346,28 @@ class Rows:
         """
         config = tt.preset(name, d, search=search, sink_tokens=0, recent_window=0)
         tables = tt.make_tables(config, 0, self.device)
-        size = config.page_size
+        pages, slots = self.places(tokens, config.page_size, order)
+        cache = tt.allocate_cache(config, len(pages), HEADS, self.device)
+        return config, tables, cache, pages, slots
+
+    def places(self, tokens: int, size: int, order: str = "pages") -> tuple[Tensor, Tensor]:
+        """Pages of `size` tokens, and the slots of these tokens. order: as of `cache`."""
         count = -(-tokens // size)
         pages = torch.arange(count, device=self.device)
         if order == "pages":
             pages = torch.randperm(count, device=self.device)
-        cache = tt.allocate_cache(config, len(pages), HEADS, self.device)
         token = torch.arange(tokens, device=self.device)
         slots = pages[token // size] * size + token % size
         if order == "random":
             slots = slots[torch.randperm(tokens, device=self.device)]
-        return config, tables, cache, pages, slots
+        return pages, slots
+
+    def sequences(self, pages: Tensor, tokens: int) -> tuple[Tensor, Tensor, int]:
+        """The tokens as eight sequences to load: block table, lengths, and the longest one."""
+        seqs = 8
+        longest = tokens // seqs
+        lengths = torch.full((seqs,), longest, dtype=torch.int32, device=self.device)
+        return pages.view(seqs, -1).int(), lengths, longest
 
     def store(self, name: str, search: int, order: str = "pages", d: int = D) -> Work:
         tokens = self.vectors // HEADS
@@ -389,9 +400,7 @@ class Rows:
         config, tables, cache, pages, slots = self.cache(name, 1, tokens, d=d)
         k, v = self.randn(tokens, HEADS, d), self.randn(tokens, HEADS, d)
         tt.cache_store(k, v, cache, slots, config, tables)
-        seqs = 8
-        table = pages.view(seqs, -1).int()
-        lens = torch.full((seqs,), tokens // seqs, dtype=torch.int32, device=self.device)
+        table, lens, longest = self.sequences(pages, tokens)
         grid = "uniform" if config.key_bits == 8 else "lloyd"
         sides = [Codec(config.key_bits, grid, 1, self.device, d) for _ in range(2)]
         rows = [c.encode(x) for c, x in zip(sides, (k, v), strict=True)]
@@ -403,7 +412,7 @@ class Rows:
             ]
 
         return Work(
-            lambda: tt.cache_load(cache, table, lens, config, tables, tokens // seqs, k.dtype),
+            lambda: tt.cache_load(cache, table, lens, config, tables, longest, k.dtype),
             2 * k.nbytes + cache.nbytes,
             eager,
         )
@@ -413,11 +422,8 @@ class Rows:
         tokens, latents and raw channels."""
         config = tt.latent_preset(name, LATENT, ROPE, sink_tokens=0, recent_window=0)
         tables = tt.make_latent_tables(config, 0, self.device)
-        size = config.page_size
-        pages = torch.randperm(-(-tokens // size), device=self.device)
+        pages, slots = self.places(tokens, config.page_size)
         cache = tt.allocate_latent_cache(config, len(pages), self.device)
-        token = torch.arange(tokens, device=self.device)
-        slots = pages[token // size] * size + token % size
         new = self.randn(tokens, LATENT), self.randn(tokens, ROPE)
         return config, tables, cache, pages, slots, new
 
@@ -434,16 +440,14 @@ class Rows:
         return Work(
             lambda: tt.mla_store(latent, rope, cache, slots, config, tables),
             latent.nbytes + rope.nbytes + slots.nbytes + int(tokens * config.bytes_per_token),
-            eager if c.bits != 5 else None,
+            eager,
         )
 
     def load_latents(self, name: str) -> Work:
-        tokens, seqs = self.vectors // HEADS, 8
+        tokens = self.vectors // HEADS
         config, tables, cache, pages, slots, (latent, rope) = self.latents(name, tokens)
         tt.mla_store(latent, rope, cache, slots, config, tables)
-        table = pages.view(seqs, -1).int()
-        lens = torch.full((seqs,), tokens // seqs, dtype=torch.int32, device=self.device)
-        longest = tokens // seqs
+        table, lens, longest = self.sequences(pages, tokens)
         return Work(
             lambda: tt.mla_load(cache, table, lens, config, tables, longest, latent.dtype),
             latent.nbytes + rope.nbytes + cache.nbytes,
