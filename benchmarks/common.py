@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from torch_turboquant._files import replacing
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -128,9 +130,8 @@ def write_rows(name: str, rows: list[Row], arguments: argparse.Namespace) -> Non
     lines = [json.dumps(row) for row in kept + [{**source, **row} for row in rows]]
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(".partial")  # an interrupted write leaves the old file
-    partial.write_text("[\n" + ",\n".join(lines) + "\n]\n")  # one row per line, for readable diffs
-    partial.replace(path)
+    with replacing(path) as partial:  # an interrupted write leaves the old file
+        partial.write_text("[\n" + ",\n".join(lines) + "\n]\n")  # a row per line: readable diffs
     print(f"{len(rows)} rows in {os.path.relpath(path, ROOT)}")
 
 

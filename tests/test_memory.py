@@ -560,6 +560,10 @@ def test_options_of_the_command(capsys):
     ("--layers 3 --kv-heads 1 --head-dim 64 --page-size 0", "page_size is 0, supported: 16"),
     ("--layers 3 --latent-dim 512 --rope-dim 64 --page-size 0", "page_size is 0, supported"),
     ("--layers 3 --kv-heads 1 --head-dim 64 --weights 3", "need --gpu-memory"),
+    (
+        "--layers 3 --kv-heads 1 --head-dim 64 --gpu-memory 9 --weights 3 --parameters-dtype fp8",
+        "--parameters-dtype needs --parameters or --pack-weights",
+    ),
     ("--layers 3 --kv-heads 1 --head-dim 64 --gpu-memory 80 --parameters 70B",
      "130.39 GiB, the memory has 80.00 GiB"),
 ])  # fmt: skip

@@ -147,7 +147,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     room.add_argument(
         "--parameters-dtype",
         choices=DTYPE_BYTES,
-        default="bfloat16",
         help="of --parameters, or of what --pack-weights leaves alone; default: bfloat16",
     )
     room.add_argument(
@@ -226,16 +225,23 @@ def _packed_weights(args: argparse.Namespace) -> WeightMemory | None:
         return None
     if args.config is None:
         raise ValueError("--pack-weights needs --config: which layers there are says the model")
-    if args.parameters_dtype not in FLOATS_BY_NAME:
+    dtype = _parameters_dtype(args)
+    if dtype not in FLOATS_BY_NAME:
         raise ValueError(
             "--pack-weights leaves some layers in --parameters-dtype: "
-            f"{', '.join(FLOATS_BY_NAME)}, not {args.parameters_dtype}"
+            f"{', '.join(FLOATS_BY_NAME)}, not {dtype}"
         )
-    return weight_memory(args.config, args.pack_weights, args.parameters_dtype)
+    return weight_memory(args.config, args.pack_weights, dtype)
+
+
+def _parameters_dtype(args: argparse.Namespace) -> str:
+    return args.parameters_dtype or "bfloat16"
 
 
 def _budget(args: argparse.Namespace, packed: WeightMemory | None) -> int | None:
     """Bytes that are left for caches; None without --gpu-memory."""
+    if args.parameters_dtype and args.parameters is None and packed is None:
+        raise ValueError("--parameters-dtype needs --parameters or --pack-weights")
     if args.gpu_memory is None:
         if args.weights or args.parameters or args.reserve:
             raise ValueError("--weights, --parameters and --reserve need --gpu-memory")
@@ -244,7 +250,7 @@ def _budget(args: argparse.Namespace, packed: WeightMemory | None) -> int | None
     if packed is not None:
         weights = packed.packed
     if args.parameters is not None:
-        weights = int(args.parameters * DTYPE_BYTES[args.parameters_dtype])
+        weights = int(args.parameters * DTYPE_BYTES[_parameters_dtype(args)])
     budget: int = args.gpu_memory - weights - args.reserve
     if budget <= 0:
         raise ValueError(
