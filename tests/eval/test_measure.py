@@ -62,6 +62,14 @@ def test_likelihood_and_divergence():
     assert loss.tolist() == pytest.approx([-math.log(0.25), -math.log(0.7)], rel=1e-6)
 
 
+def test_tokens_that_a_model_masks_do_not_diverge():
+    logits = torch.tensor([[1.0, 2.0, -torch.inf]]), torch.tensor([[2.0, 1.0, -torch.inf]])
+    masked, plain = (predict.divergence(*(x[:, :n] for x in logits))[0] for n in (3, 2))
+    assert masked.item() == plain.item() > 0
+    other = predict.divergence(torch.zeros(1, 3), logits[1])[0]  # which the reference predicts
+    assert other.item() == math.inf
+
+
 def test_too_little_text_is_an_error():
     with pytest.raises(ValueError, match="the text has 7 tokens, 8 are asked for"):
         predict.text_tokens(Tokenizer(), ["abcdefg"], 8)

@@ -17,6 +17,7 @@ from tests.transformers.weights import (
     make,
     packed_by_hand,
     packed_layers,
+    random_model,
 )
 from torch_turboquant import PackedLinear, WeightFormat
 from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
@@ -170,6 +171,27 @@ def test_a_layer_costs_what_it_costs_alone(folder):
     expected = nn.functional.kl_div(found, exact, log_target=True, reduction="batchmean")
     assert cost == pytest.approx(expected.item(), rel=1e-3) and cost > 0
     assert type(model.get_submodule(name)) is nn.Linear
+
+
+def test_what_layers_cost_a_model_that_masks_tokens():
+    model = random_model("PhiConfig", torch.float32, **SHAPE)  # its head has a bias
+    model.lm_head.bias[90:] = -torch.inf  # places of a vocabulary that no token has
+    rows = quantize(model, text=TEXT, budget=6.0)
+    assert {row.form.bits for row in rows} == {4, 8}
+
+
+def test_layers_that_break_predictions_cost_no_number(monkeypatch):
+    model, whole = make(), budget._predictions
+
+    def broken(model, ids):
+        packed = isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
+        return whole(model, ids) * (torch.nan if packed else 1)
+
+    monkeypatch.setattr(budget, "_predictions", broken)
+    says = r"costs must be finite numbers, those of model\.layers\.0\.mlp\.up_proj are not"
+    with pytest.raises(ValueError, match=says):
+        quantize(model, text=TEXT, budget=6.0)
+    assert not packed_layers(model)
 
 
 @pytest.mark.parametrize("dear", ["model.layers.1.mlp.up_proj", "model.layers.0.mlp.up_proj"])

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from torch_turboquant.integrations.transformers import TurboQuantCache
 from torch_turboquant.integrations.transformers.models import with_cache
+from torch_turboquant.integrations.transformers.weights.budget import divergences
 
 
 def text_tokens(tokenizer: Any, texts: Sequence[str], count: int) -> Tensor:
@@ -78,4 +79,4 @@ def divergence(reference: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         token, bool [n].
     """
     p, q = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1), p.argmax(-1) == q.argmax(-1)
+    return divergences(p, q), p.argmax(-1) == q.argmax(-1)

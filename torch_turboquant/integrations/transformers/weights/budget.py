@@ -36,7 +36,8 @@ def choose_by_budget(
         ids: int64 [tokens], the text.
 
     Raises:
-        ValueError: the coarsest candidates take more than the budget, or there are no predictions.
+        ValueError: the coarsest candidates take more than the budget, there are no predictions, or
+            those with a packed layer are not finite numbers.
     """
     weights = sum(rows[0][1].weights for rows in candidates.values())
     # Nothing is chosen for a layer with one candidate, whatever it costs.
@@ -62,6 +63,9 @@ def sensitivities(
         model: as it is without these layers.
         layers: packed, by name.
         ids: int64 [tokens].
+
+    Returns:
+        By name; NaN or infinite where predictions are, which `allocate` refuses.
     """
     exact = _predictions(model, ids)
     found = {}
@@ -72,9 +76,18 @@ def sensitivities(
             changed = _predictions(model, ids)
         finally:
             model.set_submodule(name, own)
-        divergence = (exact.exp() * (exact - changed)).sum(-1).mean()
-        found[name] = max(0.0, float(divergence))
+        found[name] = float(divergences(exact, changed).mean().clamp(min=0))  # NaN stays NaN
     return found
+
+
+def divergences(exact: Tensor, changed: Tensor) -> Tensor:
+    """KL(exact || changed) in nats, [...], from logarithms of probabilities [..., vocabulary].
+
+    Tokens that `exact` never predicts add nothing, as those that a model masks by -inf; their
+    logarithms differ by NaN.
+    """
+    terms = exact.exp() * (exact - changed)
+    return terms.masked_fill(exact == -torch.inf, 0).sum(-1)
 
 
 def check_predicts(model: nn.Module, ids: Tensor) -> None:
