@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.eval.harness import CHOICES, CHUNK, ORIGIN, PREFILL, SETTINGS, TEXT
+from tests.eval.harness import CHOICES, CHUNK, ORIGIN, PREFILL, SETTINGS, TEXT, Tokenizer
 from torch_turboquant import eval as evaluation
 from torch_turboquant.eval import measure, report, rows
 from torch_turboquant.eval.caches import Choice
@@ -87,16 +87,28 @@ def test_names_of_weights_that_are_refused(text, says):
     [
         ("4:skip=typo", "--weights 4:skip=typo: 'typo' names no linear layer of this Llama"),
         ("8", "--weights 8: this LlamaForCausalLM is quantised already"),
+        ("4:calibrate=short.txt", "the text gives 5 tokens; calibration needs 256"),
+        ("4:calibrate=long.txt,tokens=10", "the text gives 10 tokens; calibration needs 256"),
+        ("4:calibrate=long.txt,tokens=0", "tokens is 0, supported: 1 and more"),
+        ("4:calibrate=bytes.txt", "bytes.txt is no text in UTF-8"),
     ],
 )
-def test_weights_are_refused_before_a_cache_is_measured(model, readings, name, says):
+def test_weights_are_refused_before_a_cache_is_measured(
+    model, readings, name, says, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("words")
+    (tmp_path / "long.txt").write_text("words " * 200)
+    (tmp_path / "bytes.txt").write_bytes(b"\xff")
     if name == "8":
         quantize(model := copy.deepcopy(model))
     parser = argparse.ArgumentParser()
     evaluation.add_arguments(parser)
-    args = parser.parse_args(["--weights", name, "--caches", "k4v4"])
+    short = "--caches k4v4 --prefill 64 --score-tokens 32".split()
+    args = parser.parse_args(["--weights", name, *short])
+    loaded = model, Tokenizer(), "tiny", "text " * 99
     with pytest.raises(ValueError, match=says):
-        evaluation.measure_rows(args, (model, None, "tiny", "text"), None, (), None)
+        evaluation.measure_rows(args, loaded, {}, (), lambda rows: None)
     assert not readings.names
 
 

@@ -317,7 +317,7 @@ def measure_rows(args: argparse.Namespace, loaded: Any, origin: Any, done: Any, 
             "run of its own"
         )
     for choice in args.weights:
-        choice.check(model)
+        choice.check(model, tokenizer)
     head_dim = head_dim_of(text_config(model))
     unfit = [c.text for c in args.caches if not fits_heads(c.name, head_dim)]
     if unfit and "caches" in getattr(args, "given", ()):

@@ -53,14 +53,15 @@ class WeightChoice:
         config = TurboQuantConfig(int(bits), skip=skip, **changes)
         return cls(f"w{text}", config, Choice.parse(cache or UNCOMPRESSED), options)
 
-    def check(self, model: Any) -> None:
-        """Refuses what `packed` refuses without reading a text, before caches are measured.
+    def check(self, model: Any, tokenizer: Any) -> None:
+        """Refuses what `packed` refuses about model and text, before caches are measured.
 
         Raises:
-            ValueError: the model cannot be packed with these formats, or is packed already.
+            ValueError: the model cannot be packed with these formats, or is packed already; or the
+                text is no text, or too short.
         """
         try:
-            check_quantize(model, self.config)
+            check_quantize(model, self.config, tokenizer=tokenizer, **self._text())
         except ValueError as error:
             asked = self.text.removeprefix("w")
             raise ValueError(f"this model cannot have --weights {asked}: {error}") from error
@@ -71,11 +72,8 @@ class WeightChoice:
         Raises:
             ValueError: the model cannot be packed, or the text is too short.
         """
-        model, options = copy.deepcopy(model), {}
-        if "calibrate" in self.options:
-            options["text"] = read_text(self.options["calibrate"])
-            options |= {n: v for n, v in self.options.items() if n == "tokens"}
-        layers = quantize(model, self.config, tokenizer=tokenizer, **options)
+        model = copy.deepcopy(model)
+        layers = quantize(model, self.config, tokenizer=tokenizer, **self._text())
         weights = sum(layer.weights for layer in layers)
         done = model.config.quantization_config
         return model, {
@@ -86,6 +84,13 @@ class WeightChoice:
             "calibration": done.calibration,
             "left_alone": done.left_alone,
         }
+
+    def _text(self) -> dict[str, Any]:
+        """The text and how much of it is read, as `quantize` takes them."""
+        if "calibrate" not in self.options:
+            return {}
+        given = {name: value for name, value in self.options.items() if name == "tokens"}
+        return {"text": read_text(self.options["calibrate"]), **given}
 
 
 def _change(text: str, part: str) -> tuple[str, Any]:

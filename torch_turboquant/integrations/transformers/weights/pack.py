@@ -167,14 +167,26 @@ def quantize(
     return rows
 
 
-def check_quantize(model: nn.Module, config: TurboQuantConfig) -> None:
-    """Refuses what `quantize` refuses about model and config, without packing anything.
+def check_quantize(
+    model: nn.Module,
+    config: TurboQuantConfig,
+    *,
+    text: str | Sequence[str] | Tensor | None = None,
+    tokenizer: Any = None,
+    tokens: int = TOKENS,
+) -> None:
+    """Refuses what `quantize` refuses about model, config and text, without packing anything.
+
+    The model does not read the text here, so what its layers make of it is not known.
 
     Raises:
         TypeError, ValueError: as quantize.
     """
     _check_model(model, config)
+    check_positive(tokens=tokens)
     choose(model, config.weight_format(), config.layer_formats(), config.skip)
+    if text is not None:
+        _sequences(model, text, tokenizer, tokens)
 
 
 def _check_model(model: Any, config: Any) -> None:
