@@ -52,6 +52,12 @@ def test_rows_of_packed_weights(model, result, readings, capsys):
     assert report.weights_table(result) is None
 
 
+def test_weights_that_are_named_twice(model, result, readings):
+    found = with_weights(model, "4", "8", "4", done=result)
+    assert [row["cache"] for row in found[2:]] == ["w4", "w8"]
+    assert [name for name in readings.names if name.startswith("w")] == ["w4", "w8"]
+
+
 def test_weights_of_a_text(model, tmp_path):
     def tokenizer(text):
         return argparse.Namespace(input_ids=[int(word) for word in text.split()])

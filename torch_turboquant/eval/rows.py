@@ -175,7 +175,7 @@ def evaluate(
         extras: further measurements of every choice, made where its row lacks them.
         single_layers: whether to measure the errors of single layers too (layers.py).
         weights: packed weights, each with the function that makes the packed model of `model`, and
-            what its row says.
+            what its row says; repeated ones are measured once.
 
     Returns:
         One row per choice in their order, after that of the uncompressed cache; then the weights.
@@ -193,6 +193,7 @@ def evaluate(
     about = {**origin, **describe(model, name, text, settings)}
     others = {c.text: c for c in choices if c.kind != "uncompressed"}  # without repetitions
     choices = [Choice.parse(UNCOMPRESSED), *others.values()]
+    weights = list({choice.text: (choice, pack) for choice, pack in weights}.values())
     every: list[Choice | WeightChoice] = [*choices, *(choice for choice, _ in weights)]
     _check_caches(model, [c.cache if isinstance(c, WeightChoice) else c for c in every])
     files = {choice.text: files_of(choice.text) for choice in every}
