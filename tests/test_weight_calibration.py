@@ -82,6 +82,13 @@ def test_numbers_that_are_not_finite_are_refused(bad):
         encode_calibrated(torch.ones(2, 64), moment, WeightFormat())
 
 
+def test_moments_that_no_input_has_are_refused():
+    x = inputs(300, 128)
+    negative = -(x.T @ x) / len(x)
+    with pytest.raises(ValueError, match="second moments must be symmetric, without negative"):
+        encode_calibrated(torch.randn(16, 128), negative, WeightFormat())
+
+
 def test_moments_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"must be \[..., 64, 64\] or \[..., 64\]"):
         channel_scales(torch.ones(2, 64), torch.ones(32))

@@ -97,14 +97,23 @@ def inverse_factor(moment: Tensor, damping: float = DAMPING) -> Tensor:
 
     Row k divided by its diagonal element says how much of channel k's error each later channel
     makes up for (GPTQ, arXiv:2210.17323). Computed in float64.
+
+    Raises:
+        ValueError: moments that are not finite, or cannot be those of any input.
     """
     moment = moment.double()
     _check_finite("second moments", moment)
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)
     identity = torch.eye(moment.shape[-1], device=moment.device, dtype=moment.dtype)
     damped = moment + (damping * mean.clamp(min=_TINY))[..., None, None] * identity
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    try:
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        return torch.linalg.cholesky(inverse, upper=True).float()
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise ValueError(
+            "second moments must be symmetric, without negative eigenvalues, as the mean of x x^T "
+            f"over inputs x is: {error}"
+        ) from None
 
 
 Quantiser = Callable[[Tensor, int], Tensor]
@@ -173,7 +182,8 @@ def encode_calibrated(
 
     Raises:
         TypeError: another dtype.
-        ValueError: another shape or device, as encode_weight, or moments that are not finite.
+        ValueError: another shape or device, as encode_weight, or moments that are not finite or
+            cannot be those of any input.
     """
     _checks.check_dtype("weight", weight, _checks.FLOATS)
     _checks.check_shape("weight", weight, (None, None))
