@@ -131,6 +131,25 @@ def test_standard_deviations_that_scales_suffice_for():
         tt.encode_weight(2 * most_uniform * w, tt.WeightFormat(4, "uniform", 0, 64))
 
 
+def test_weights_that_become_zeros():
+    """docs/weights.md says below which size, whatever group and sub are."""
+    text = " ".join((ROOT / "docs" / "weights.md").read_text().split())
+    said = r"become zeros below (1e-\d) \((1e-\d) with the uniform grid of 4 bits\)"
+    least, least_uniform = map(float, re.search(said, text).groups())
+    w = randn(256, 256, seed=1)
+    w /= w.abs().max()
+    for group in (64, 128):
+        forms = [(tt.WeightFormat(8, group=group), least)]
+        for sub in (0, 32):
+            forms.append((tt.WeightFormat(4, "lloyd", sub, group), least))
+            forms.append((tt.WeightFormat(4, "uniform", sub, group), least_uniform))
+        for form, size in forms:
+            zeros, small = (
+                tt.decode_weight(tt.encode_weight(f * size * w, form), form, 256) for f in (1, 4)
+            )
+            assert not zeros.any() and small.any()
+
+
 def test_bad_scales_and_shapes():
     w = randn(4, 64, seed=1)
     for bad in (0.0, -1.0, torch.nan, torch.inf, 1e-40):
