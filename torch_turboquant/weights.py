@@ -451,11 +451,16 @@ class PackedLinear(nn.Module):
                 own["channel_inverse"],
                 own["bias"],
             )
-        except (RuntimeError, TypeError, AttributeError, IndexError) as error:
+        except (RuntimeError, TypeError, AttributeError, IndexError, KeyError) as error:
             return self._mended(x, error)
 
     def _mended(self, x: Tensor, error: Exception) -> Tensor:
-        """What to do about an error of a call: place the constants, or say what is wrong with x."""
+        """What to do about an error of a call: find what it needs, or say what is wrong with x."""
+        own: dict[str, Any] = self._parameters
+        if "weight" not in own and getattr(self, "_is_replica", False):
+            # nn.DataParallel makes replicas for one call, with attributes in place of parameters
+            own |= {name: getattr(self, name) for name in ("weight", "channel_inverse", "bias")}
+            return self.forward(x)
         if not self._constants_are_here():
             self.place_constants()
             return self.forward(x)

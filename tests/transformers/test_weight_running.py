@@ -46,6 +46,28 @@ def test_on_devices_of_a_map(folder):
     assert torch.equal(logits(mapped), logits(load(path, TurboQuantConfig())))
 
 
+def replica_of(model):
+    """What nn.DataParallel makes of a model for one of its GPUs, on the CPU."""
+    replicas = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in replicas.items():
+        for name, child in module._modules.items():
+            replica._modules[name] = None if child is None else replicas[child]
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in getattr(module, kind).items():
+                if tensor is None:
+                    getattr(replica, kind)[name] = None
+                else:
+                    setattr(replica, name, tensor.detach())
+    return replicas[model]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_replicas_of_data_parallel(family):
+    model = make(family)
+    quantize(model, text=TEXT)  # with scales of channels
+    assert torch.equal(logits(replica_of(model)), logits(model))
+
+
 def test_packed_weights_on_disk(folder, tmp_path):
     pytest.importorskip("accelerate")
     packed = load(folder(make()), TurboQuantConfig())

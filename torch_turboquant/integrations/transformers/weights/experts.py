@@ -89,8 +89,8 @@ class PackedWeights:
             return getattr(CONSTANTS, share_constants(*self._form, str(device)))
         here = CONSTANTS.find(self._kind)
         if here is None or here.signs.device != device:
-            self._kind = share_constants(*self._form, str(device))
-            here = getattr(CONSTANTS, self._kind)
+            kind = share_constants(*self._form, str(device))
+            self._kind, here = kind, getattr(CONSTANTS, kind)  # replicas of other GPUs set it too
         return here
 
     def multiply(self, x: Tensor, packed: Tensor, experts: Tensor, bias: Tensor | None) -> Tensor:
@@ -144,10 +144,9 @@ class PackedExperts(nn.Module):
         return y.sum(1).to(hidden_states.dtype)
 
     def _multiply(self, name: str, x: Tensor, experts: Tensor) -> Tensor:
-        own = self._parameters
-        packed = own[packed_name(name)]
-        assert packed is not None
-        bias = own[f"{name}_bias"] if getattr(self, "has_bias", False) else None
+        # A replica of nn.DataParallel has no parameters but attributes.
+        packed = getattr(self, packed_name(name))
+        bias = getattr(self, f"{name}_bias") if getattr(self, "has_bias", False) else None
         return self.packed[name].multiply(x, packed, experts, bias)
 
     def decode(
