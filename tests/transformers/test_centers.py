@@ -269,6 +269,24 @@ def test_calibration_does_not_touch_the_model():
     assert torch.equal(model(ids).logits, before)
 
 
+def test_calibration_of_an_offloaded_model():
+    """Its weights are on the meta device between calls, and so is model.device."""
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = make_model(), make_ids(90)
+    expected = TurboQuantCache.calibrate(model, ids)
+    accelerate.cpu_offload(model, CPU)
+    assert model.device.type == "meta"
+    for found, center in zip(TurboQuantCache.calibrate(model, ids), expected, strict=True):
+        assert torch.equal(found, center)
+
+
+def test_calibration_of_a_model_without_weights():
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(make_model().config)
+    with pytest.raises(ValueError, match="the forward runs on the meta device"):
+        TurboQuantCache.calibrate(model, make_ids(90))
+
+
 # ---- centers in files
 
 

@@ -26,6 +26,7 @@ from torch_turboquant.integrations.transformers.models import (
     with_cache,
 )
 from torch_turboquant.integrations.transformers.sequences import Forward
+from torch_turboquant.integrations.transformers.tensors import check_not_meta
 from torch_turboquant.ops.center import channel_scale
 from torch_turboquant.ops.codec import scaled_center
 
@@ -92,6 +93,7 @@ def calibrate(
     seen = 0  # tokens of the sequence before the part at hand
 
     def note(module: Any, query: Tensor, key: Tensor, *others: Any) -> None:
+        check_not_meta(key)
         begin = max(0, skip - seen)
         new = query[0, :, begin:].double()
         keys = key[0, :, key.shape[2] - query.shape[2] + begin :].double()
@@ -99,10 +101,13 @@ def calibrate(
         found = torch.stack([keys.sum(1), keys.square().sum(1), energy]).cpu()
         sums[module.layer_idx] = sums.get(module.layer_idx, 0) + found
 
+    # accelerate keeps weights that it offloads on the meta device, and moves the ids itself
+    first: torch.device = next(model.parameters()).device
+    device = None if first.type == "meta" else first
     with evaluating(model), recording(model, note):
         for ids in sequences:
             cache, seen = Cache(layers=plain_layers(model)), 0
-            for part in ids.to(model.device).split(chunk):
+            for part in ids.to(device).split(chunk):
                 model(part[None], **with_cache(model, cache), use_cache=True)
                 seen += len(part)
 
