@@ -6,7 +6,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
+from transformers import AutoModelForCausalLM
+
 from tests.transformers.harness import (
+    COMMON,
     DRAFTS,
     MODELS,
     assert_close,
@@ -168,6 +171,27 @@ def test_generate_goes_on_with_a_filled_cache():
         logits = feed(model, again, ids, 75, *[1] * (ids.shape[1] - 75))
     predicted = logits.argmax(-1)[:, -13:-1]
     assert torch.equal(predicted, second[:, -12:])
+
+
+@pytest.mark.parametrize("form", [{}, {"static": True, "max_cache_len": 128}])
+@pytest.mark.parametrize("tokens", [56, 80])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, DRAFTS])
+def test_generate_keeps_the_cache_where_rope_changes(form, tokens, options):
+    """Phi-3 leaves out a cache with keys of its short factors once a text needs the long ones."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0,
+            "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}  # fmt: skip
+    short = {"original_max_position_embeddings": 64}
+    config = {**COMMON, "initializer_range": 0.08, "max_position_embeddings": 256, **short}
+    model = AutoModelForCausalLM.from_config(
+        transformers.Phi3Config(**config, rope_parameters={**rope, **short}), dtype=torch.float32
+    ).eval()
+    ids = make_ids(tokens // 2).repeat(1, 2)
+    expected = generate(model, ids, None, **options)
+    sizes = {"max_batch_size": 2, "recent_window": 96}
+    with TurboQuantCache.for_model(model, "k8v8", **sizes, **form) as cache:
+        assert torch.equal(generate(model, ids, cache, **options), expected)
+        assert cache.get_seq_length() == expected.shape[1] - 1
+    assert "prepare_inputs_for_generation" not in vars(model)
 
 
 def test_prompt_lookup_decoding_equals_greedy():

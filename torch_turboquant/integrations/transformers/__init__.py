@@ -16,10 +16,11 @@ attention function registered with transformers stores them in packed pages and 
 
 Attaching. A cache attaches itself to its model: the text configuration's attention implementation
 becomes "turboquant_<previous>", a forward around the decoder's own notes which cache it runs on,
-and the model's `create_masks_for_generate` leaves masks to the forward. With any other cache, or
-none, all of these do what was done before; but `generate_batch` of transformers (continuous
-batching) knows attention implementations by name, and refuses ours. `detach()`, the end of a `with`
-block or the end of the cache's life restore the model.
+the model's `create_masks_for_generate` leaves masks to the forward, and its
+`prepare_inputs_for_generation` leaves no cache out. With any other cache, or none, all of these do
+what was done before; but `generate_batch` of transformers (continuous batching) knows attention
+implementations by name, and refuses ours. `detach()`, the end of a `with` block or the end of the
+cache's life restore the model.
 
 Threads. What runs is noted by thread: several threads may use one model, each with a cache of its
 own or with none. A cache is for one thread at a time, and says so to a second one.

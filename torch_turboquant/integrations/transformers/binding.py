@@ -34,6 +34,7 @@ from torch_turboquant.integrations.transformers.models import (
     given_cache,
     original_attention,
     text_config,
+    with_cache,
 )
 from torch_turboquant.integrations.transformers.tensors import (
     check_not_exported,
@@ -47,6 +48,7 @@ _PREFIX = "turboquant_"
 _ATTRIBUTE = "_turboquant_binding"  # of the modules of an attached model
 _FORWARD = "forward"  # of the decoder and of modules around it
 _MASKS = "create_masks_for_generate"  # what `generate` asks the model for, if the model has it
+_INPUTS = "prepare_inputs_for_generation"  # of each forward, by `generate`
 
 
 class Running(threading.local):
@@ -200,6 +202,7 @@ class Binding:
             setattr(module, _ATTRIBUTE, self)
         self.expansions = [_Expansion(self, m) for m in modules if hasattr(m, EXPAND)]
         self.forwards: list[_Forward] = []
+        self.preparations: list[_Preparation] = []  # of the models around the decoder
         self.models: list[weakref.ref[nn.Module]] = []  # around the decoder
         self.bound = True
 
@@ -217,6 +220,7 @@ class Binding:
             for module in (decoder, *_around(decoder, model)):
                 binding.begin_forwards_with(module)
             binding.leave_masks_to_the_forward(model)
+            binding.generate_with_the_cache(model)
             return binding
 
     def take(self, user: object) -> None:
@@ -237,6 +241,11 @@ class Binding:
             setattr(model, _MASKS, partial(_early_masks, masks))
             self.models.append(weakref.ref(model))
 
+    def generate_with_the_cache(self, model: nn.Module) -> None:
+        """Keeps the cache in what `generate` hands to the forward of `model`, see _Preparation."""
+        if hasattr(model, _INPUTS) and all(p.module() is not model for p in self.preparations):
+            self.preparations.append(_Preparation(self, model))
+
     def original(self, module: nn.Module) -> Callable[..., Any]:
         """The attention that the module had before; looked up once for its class."""
         found = self.originals.get(type(module))
@@ -253,7 +262,7 @@ class Binding:
             self.bound = False
             for reference in self.modules:
                 _remove(reference(), _ATTRIBUTE, lambda value: value is self)
-            for replacement in (*self.forwards, *self.expansions):
+            for replacement in (*self.forwards, *self.preparations, *self.expansions):
                 replacement.remove()
             for reference in self.models:
                 _remove(
@@ -348,6 +357,32 @@ class _Expansion(_Replacement):
             return _expand_uncompiled(self, latent, rope)
         module: Any = self.module()
         return cache.layers[module.layer_idx].expand(module, self.own, latent, rope)
+
+
+class _Preparation(_Replacement):
+    """`prepare_inputs_for_generation` of a model, which may leave the cache out.
+
+    Phi-3 does so in the first forward of a text that is longer than the positions of its short RoPE
+    factors: what the cache has of it was rotated with these. Then the inputs are the whole text,
+    and `generate` would go on with a DynamicCache, and nobody could tell. Our cache reads the text
+    anew instead. (An empty cache is left out, too, for what Phi-3 asks is whether it has layers.)
+    """
+
+    name = _INPUTS
+
+    def __init__(self, binding: Binding, module: Any) -> None:
+        # `generate` looks at the parameters
+        self.__signature__ = inspect.signature(module.prepare_inputs_for_generation)
+        super().__init__(binding, module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs, cache, module = self.own(*args, **kwargs), given_cache(kwargs), self.module()
+        is_ours = isinstance(cache, Attachable) and cache.binding is self.binding
+        if is_ours and module is not None and given_cache(inputs) is None:
+            if cache.get_seq_length():
+                cache.reset()
+            inputs |= with_cache(module, cache)
+        return inputs
 
 
 class _Forward(_Replacement):
