@@ -25,6 +25,7 @@ from torch_turboquant.integrations.transformers.latent import LatentLayer
 from torch_turboquant.integrations.transformers.layer import TurboQuantLayer, nbytes
 from torch_turboquant.integrations.transformers.lifecycle import Lifecycle, States, allocate
 from torch_turboquant.integrations.transformers.models import (
+    device_of,
     head_dim_of,
     latent_dims,
     layer_windows,
@@ -143,7 +144,7 @@ class TurboQuantCache(Attachable, Cache):
         self.packed = [layer for layer in layers if isinstance(layer, TurboQuantLayer)]
         self.states = [layer for layer in layers if not isinstance(layer, TurboQuantLayer)]
         self.lifecycle = Lifecycle(self.sequences, self.packed, States(self.states))
-        if max_cache_len is not None and not static and _device_of(model).type != "meta":
+        if max_cache_len is not None and not static and device_of(model).type != "meta":
             self._allocate(model)
         self.made_for = centers.fingerprint(model)
         super().__init__(layers=layers)
@@ -158,7 +159,7 @@ class TurboQuantCache(Attachable, Cache):
         centers_of = {} if known is None else {index: known[index] for index in packed}
         partners = torch.empty(0, dtype=torch.int64) if latent else rotary_partners(model)
         constants = ConstantsByDevice(packed, centers_of, partners)
-        device = _device_of(model)
+        device = device_of(model)
         if device.type != "meta":
             constants.on(device)  # here, because a first forward would wait for it
         for index, config in packed.items():
@@ -627,10 +628,6 @@ def _check_each_layer(known: Centers, windows: Sequence[int | None]) -> None:
     if have != need:
         got = f"shape {list(known.shape)}" if isinstance(known, Tensor) else have
         raise ValueError(f"center needs one tensor for each of {len(need)} layers, got {got}")
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _own(center: str | Centers | None) -> str | Centers | None:

@@ -14,6 +14,7 @@ from torch_turboquant import _checks
 from torch_turboquant import centers as files
 from torch_turboquant.centers import CENTER_TOKENS, SINKS
 from torch_turboquant.integrations.transformers.models import (
+    device_of,
     evaluating,
     head_dim_of,
     latent_dims,
@@ -101,9 +102,8 @@ def calibrate(
         found = torch.stack([keys.sum(1), keys.square().sum(1), energy]).cpu()
         sums[module.layer_idx] = sums.get(module.layer_idx, 0) + found
 
-    # accelerate keeps weights that it offloads on the meta device, and moves the ids itself
-    first: torch.device = next(model.parameters()).device
-    device = None if first.type == "meta" else first
+    own = device_of(model)
+    device = None if own.type == "meta" else own  # accelerate moves the ids of offloaded models
     with evaluating(model), recording(model, note):
         for ids in sequences:
             cache, seen = Cache(layers=plain_layers(model)), 0

@@ -51,6 +51,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return own
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Of its first parameter. accelerate keeps weights that it offloads on the meta device."""
+    return next(model.parameters()).device
+
+
 def head_dim_of(config: Any) -> int:
     """The head dimension of all layers that attend.
 
