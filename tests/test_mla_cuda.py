@@ -130,7 +130,7 @@ def test_heads_and_queries(name, heads, q_lens):
 
 
 @pytest.mark.parametrize(("heads", "queries_each"), [(16, 1), (40, 1), (16, 3), (128, 1)])
-@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("sinks", [0, 1, 4])
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(("short", "idle"), [(28, False), (300, False), (300, True)])
 def test_long_sequences_among_short_ones(short, idle, name, sinks, heads, queries_each):
@@ -251,10 +251,54 @@ def test_exact_keys_of_several_blocks(name, heads):
         check(case, heads, torch.bfloat16)
 
 
+@pytest.mark.parametrize("copies", [1, 40, 300])
+@pytest.mark.parametrize("heads", [1, 16, 40])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    ("dims", "bits", "grid"),
+    [((512, 64), 5, "uniform"), ((512, 64), 4, "lloyd"), ((256, 32), 8, None), ((128, 0), 3, None)],
+    ids=str,
+)
+def test_few_exact_latents(dims, bits, grid, own, heads, copies):
+    """Up to eight exact tokens of up to eight queries are apart from the units of others.
+
+    One kernel attends to them and another joins them, or, with more segments than blocks, the
+    blocks themselves.
+    """
+    config = tt.LatentConfig(*dims, bits, grid, 32, sink_tokens=1, recent_window=1)
+    lengths, q_lens = [1, 2, 9, 70, 300, 300, 0, 40, 1200], [1, 2, 7, 8, 9, 1, 0, 6, 1]
+    case = make_case(config, lengths, q_lens, dtype=torch.bfloat16, tail=True)
+    latent, rope = case.own()
+    options = {"latent_new": latent, "rope_new": rope} if own else {}
+    if copies == 1:
+        check(case, heads, torch.bfloat16, **options)
+        return
+    q = queries(case, heads, torch.bfloat16)
+    wanted = attend(case, q, mla_attention_reference, **options)
+    many = tuple(x.repeat(copies, 1, 1) for x in q)
+    options = {name: x.repeat(copies, 1) for name, x in options.items()}
+    out, lse = on_device(repeated(case, copies), many, **options)
+    logarithms = of_logarithms(kernel_of(case, heads, torch.bfloat16))
+    for part in (slice(0, len(q[0])), slice(-len(q[0]), None)):
+        assert_close((out[part], lse[part]), wanted, UNIT[torch.bfloat16], logarithms)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", UNIT, ids=str)
 @pytest.mark.parametrize("name", BOTH)
-def test_a_nan_stays_with_those_who_see_it(name):
+def test_first_tokens_without_recent_ones(name, dtype, heads):
+    """Few exact tokens of few queries, and of many."""
+    config = tt.latent_preset(name, 512, 64, sink_tokens=3, recent_window=0)
+    lengths, q_lens = [1, 40, 9, 70, 300], [1, 8, 9, 30, 1]
+    case = make_case(config, lengths, q_lens, dtype=dtype, tail=True)
+    check(case, heads, dtype)
+
+
+@pytest.mark.parametrize("window", [1, 64])
+@pytest.mark.parametrize("name", BOTH)
+def test_a_nan_stays_with_those_who_see_it(name, window):
     """A call's later token of NaN leaves the earlier ones' results alone."""
-    config = tt.latent_preset(name, 512, 64)
+    config = tt.latent_preset(name, 512, 64, recent_window=window)
     case = make_case(config, [200], [3], dtype=torch.bfloat16, tail=True)
     latent, rope = case.own()
     q = queries(case, 16, torch.bfloat16)
@@ -269,8 +313,10 @@ def test_a_nan_stays_with_those_who_see_it(name):
 
 
 def repeated(case: Case, copies: int) -> Case:
-    """So many copies of the case's sequences, which share their pages."""
+    """So many copies of the case's sequences, which share their pages and their tail."""
+    tail = case.tail and case.tail._replace(slots=case.tail.slots.repeat(copies))
     return case._replace(
+        tail=tail,
         block_table=case.block_table.repeat(copies, 1),
         lengths=case.lengths * copies,
         q_lens=case.q_lens * copies,
@@ -378,12 +424,13 @@ def test_lengths_of_a_captured_call_may_change(name):
         assert all(torch.equal(x, y) for x, y in zip(captured, call(), strict=True))
 
 
+@pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("heads", [3, 24, 40])
 @pytest.mark.parametrize("name", BOTH)
-def test_what_memory_held_before_does_not_matter(name, heads):
+def test_what_memory_held_before_does_not_matter(name, heads, tail):
     """Behind the last key a tile has scores and scales of whatever was there."""
-    config = tt.latent_preset(name, 512, 64)
-    case = make_case(config, [70, 300, 0, 5], [1, 4, 0, 0], dtype=torch.bfloat16)
+    config = tt.latent_preset(name, 512, 64, sink_tokens=1, recent_window=1)
+    case = make_case(config, [70, 300, 0, 5], [1, 4, 0, 0], dtype=torch.bfloat16, tail=tail)
     q = queries(case, heads, torch.bfloat16)
     first = on_device(case, q)
     for size in (1, 1e3, 1e-3, 1e4, torch.inf):
@@ -407,9 +454,10 @@ def test_pages_that_do_not_exist(name, heads):
     assert all(torch.equal(x[1], y[1]) for x, y in zip(whole, broken, strict=True))
 
 
+@pytest.mark.parametrize("window", [2, 20])
 @pytest.mark.parametrize("heads", [3, 20])
 @pytest.mark.parametrize(("bits", "grid"), KEY_TILES + ROW_TILES)
-def test_tiny_attention_for_the_sanitizer(bits, grid, heads):
-    config = tt.LatentConfig(512, 64, bits, grid, 32, sink_tokens=1, recent_window=2)
+def test_tiny_attention_for_the_sanitizer(bits, grid, heads, window):
+    config = tt.LatentConfig(512, 64, bits, grid, 32, sink_tokens=1, recent_window=window)
     case = make_case(config, [66, 3], [1, 2], dtype=torch.bfloat16, tail=True)
     check(case, heads, torch.bfloat16)

@@ -23,9 +23,10 @@ constexpr int kUnitTokens = 64;  // keys of a unit of codes
 
 // Of a kernel, in units: the shortest part that a segment is cut into; the fewest that exact keys count as, if there
 // are any; and what the end of a segment counts as. Key tiles take longer for each unit than split-KV, and as long for
-// few exact keys as for six units (docs/measurements/performance_key_tiles.md).
+// few exact keys as for six units (docs/measurements/performance_key_tiles.md). And how many exact keys, and queries, a
+// sequence has at most whose exact keys no unit has, because another kernel attends to them.
 struct UnitCosts {
-  int least_part, least_exact, end;
+  int least_part, least_exact, end, apart = 0;
 };
 constexpr UnitCosts kSplitKvCosts{8, 1, 16}, kKeyTilesCosts{4, 6, 16};
 
@@ -46,11 +47,13 @@ struct SequenceWork {
   __device__ __forceinline__ int exact() const { return sinks + length - recent; }
   // The position of exact key i.
   __device__ __forceinline__ int exact_key(int i) const { return i < sinks ? i : recent + i - sinks; }
+  // Whether no unit has the exact keys. apart: see UnitCosts
+  __device__ __forceinline__ bool exact_apart(int apart) const { return exact() <= apart && queries <= apart; }
 };
 
-// ROWS: rows of a block of rows. LEAST_EXACT: see UnitCosts. per_unit: exact keys of a unit. early: lengths are read
-// before the previous kernel has ended.
-template <int ROWS, int LEAST_EXACT>
+// ROWS: rows of a block of rows. per_unit: exact keys of a unit. early: lengths are read before the previous kernel has
+// ended.
+template <int ROWS, UnitCosts COSTS>
 __device__ __forceinline__ SequenceWork work_of_sequence(const Attention& a, const Divisor& per_unit, int s,
                                                          bool early) {
   SequenceWork x;
@@ -69,7 +72,8 @@ __device__ __forceinline__ SequenceWork work_of_sequence(const Attention& a, con
   x.recent = tail.any() || a.new_keys ? max(min(a.recent(tail, begin, new_begin), x.length), x.sinks) : x.length;
   const int exact = x.exact();
   int exact_units = exact > 0 ? quotient(exact - 1, per_unit) + 1 : 0;
-  if (LEAST_EXACT > 1 && exact > 0) exact_units = max(exact_units, LEAST_EXACT);
+  if (COSTS.least_exact > 1 && exact > 0) exact_units = max(exact_units, COSTS.least_exact);
+  if (COSTS.apart > 0 && x.exact_apart(COSTS.apart)) exact_units = 0;
   x.units = max(x.coded + exact_units, 1);
   return x;
 }
@@ -106,7 +110,7 @@ struct __align__(16) Segment {
   __device__ __forceinline__ int first_token(int unit) const { return work.first + (unit - begin) * kUnitTokens; }
 
   // Moves on, one segment after the other, to the one that holds number `unit`, or whose gap does.
-  template <int ROWS, int LEAST_EXACT>
+  template <int ROWS, UnitCosts COSTS>
   __device__ __forceinline__ void seek(const Attention& a, const Divisor& per_unit, int gap, int unit) {
 #pragma unroll 1
     while (unit >= end()) {
@@ -121,7 +125,7 @@ struct __align__(16) Segment {
           begin = INT32_MAX - 1, work.units = 1, work.coded = work.sinks = work.length = work.recent = 0;
           return;
         }
-        work = work_of_sequence<ROWS, LEAST_EXACT>(a, per_unit, sequence, false);
+        work = work_of_sequence<ROWS, COSTS>(a, per_unit, sequence, false);
       } while (work.blocks == 0);
     }
   }
@@ -171,7 +175,7 @@ __device__ __forceinline__ int cut_work(const Attention& a, const Divisor& per_u
       if (recalls) {
         x.units = static_cast<int>(counts[s].x), count = static_cast<int>(counts[s].y);
       } else {
-        if (!counted || each > 1) x = work_of_sequence<ROWS, COSTS.least_exact>(a, per_unit, s, early);
+        if (!counted || each > 1) x = work_of_sequence<ROWS, COSTS>(a, per_unit, s, early);
         count = x.blocks * a.kv_heads;
       }
       if (counted) {

@@ -10,114 +10,11 @@
 #include <cooperative_groups.h>
 
 #include "cuda/attention/softmax_math.cuh"
+#include "cuda/mla/few_exact.cuh"
+#include "cuda/mla/joined_row.cuh"
 #include "cuda/mla/shape.cuh"
 
 namespace turboquant::cuda::mla {
-
-// Where rows go, and what turns their sums into latents. In registers: a function that is not inlined would read the
-// members of the call from memory, one after the other, whenever it needs them.
-struct Results {
-  const float *signs, *inverse, *center;
-  void* out;
-  float* lse;
-  Dtype dtype;
-
-  explicit __device__ __forceinline__ Results(const Latents& x)
-      : signs(x.signs), inverse(x.a.channels.inverse), center(x.a.channels.center), out(x.a.out), lse(x.a.lse),
-        dtype(x.a.dtype) {}
-};
-
-// A row while partial results are added to it; a lane has some of its channels.
-template <int R>
-struct JoinedRow {
-  using Rotation = RowRotation<R>;
-  static constexpr int kPerLane = Rotation::kPerLane, kQuads = kPerLane / 4;
-
-  float top = -INFINITY, total = 0, y[kPerLane] = {};
-
-  struct Loaded {
-    float4 head, x[kQuads];
-  };
-  // part: a row of a partial result, which other blocks may have written
-  static __device__ __forceinline__ Loaded read(const float* part, int lane) {
-    Loaded l;
-    l.head = __ldcg(reinterpret_cast<const float4*>(part));
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      l.x[i] = __ldcg(reinterpret_cast<const float4*>(part + kPartHead + Rotation::channel(lane, i)));
-    }
-    return l;
-  }
-  static __device__ __forceinline__ Loaded read_shared(const float* part, int lane) {
-    Loaded l;
-    l.head = *reinterpret_cast<const float4*>(part);
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      l.x[i] = *reinterpret_cast<const float4*>(part + kPartHead + Rotation::channel(lane, i));
-    }
-    return l;
-  }
-  __device__ __forceinline__ void add(const Loaded& l) {
-    if (l.head.x == -INFINITY && l.head.y == 0) return;  // no keys: the sums may be anything
-    const float higher = fmaxf(top, l.head.x), by = weight_of(top, higher), weight = weight_of(l.head.x, higher);
-    top = higher, total = total * by + weight * l.head.y;
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      const float x[4] = {l.x[i].x, l.x[i].y, l.x[i].z, l.x[i].w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) y[4 * i + k] = y[4 * i + k] * by + weight * (x[k] - l.head.z);
-    }
-  }
-  // Parts first, first + step, .. of `count`, a few at a time, so that their loads overlap. at(i): row of part i
-  template <int kBatch, typename At>
-  __device__ __forceinline__ void add_all(int first, int step, int count, int lane, At&& at) {
-#pragma unroll 1
-    for (int i = first; i < count; i += kBatch * step) {
-      Loaded l[kBatch];
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        l[k].head = {-INFINITY, 0, 0, 0};
-        if (i + k * step < count) l[k] = read(at(i + k * step), lane);
-      }
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) add(l[k]);
-    }
-  }
-
-  // A row in memory, like that of a partial result.
-  __device__ __forceinline__ void leave(float* to, int lane) const {
-    if (lane == 0) *reinterpret_cast<float4*>(to) = {top, total, 0, 0};
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-      *reinterpret_cast<float4*>(to + kPartHead + Rotation::channel(lane, i)) = {y[4 * i], y[4 * i + 1], y[4 * i + 2],
-                                                                                 y[4 * i + 3]};
-    }
-  }
-
-  // Sums of levels become sums of latents.
-  __device__ __forceinline__ void rotate_back(const Results& to, int lane) {
-    if (to.signs) {
-      transform<Rotation>(y, lane);
-      apply_signs<Rotation>(y, to.signs, lane);
-    }
-    if (to.inverse) apply_signs<Rotation>(y, to.inverse, lane);
-    if (to.center) {
-      float c[kPerLane];
-      load<Rotation>(to.center, lane, c);
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) y[i] = fmaf(total, c[i], y[i]);
-    }
-  }
-
-  // row: token * q_heads + head
-  __device__ __forceinline__ void write(const Results& to, int64_t row, int lane) {
-    const float inverse = total == 0 ? 0 : 1 / total;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) y[i] *= inverse;
-    store_as<Rotation>(y, lane, to.out, to.dtype, row * R);
-    if (lane == 0) to.lse[row] = total == 0 ? -INFINITY : (top + log2f(total)) * kLn2;
-  }
-};
 
 // By all warps of the last block. AT_ONCE: parts whose loads overlap. whole: the segment's only part, in shared memory,
 // or null.
@@ -143,6 +40,9 @@ __device__ __forceinline__ void write_results(const BlockView& block, const Segm
       });
     }
     row.rotate_back(results, block.lane);
+    if (first + r < block.plan.few_rows) {
+      row.add(row.read(few_exact_row<S::kLatent>(block.plan, segment.sequence, first + r), block.lane));
+    }
     row.template add_all<AT_ONCE>(0, 1, shared.exact_blocks(), block.lane, [&](int i) {
       return row_of(shared.exact + i, shared.part_of_exact(shared.exact + i));
     });
@@ -158,21 +58,30 @@ __device__ __noinline__ void write_results_apart(const Latents& x, const Plan& p
   write_results<S, 1>(BlockView(x, plan, nullptr), segment, shared, whole);
 }
 
-// Adds rows at(0) to at(count - 1) into `sum`, by all threads of a block of join_kernel, each for its channels.
-template <int R, typename At>
+// Adds rows at(0) to at(count - 1), of which there are up to MOST, into `sum`, by all threads of a block of join_kernel,
+// each for its channels. All are read at once.
+template <int R, int MOST, typename At>
 __device__ __forceinline__ void add_rows(int count, float* sum, At&& at) {
   constexpr int kEach = (R + 32 * kJoinWarps - 1) / (32 * kJoinWarps);
   const int first = threadIdx.x * kEach;
   if (first >= R) return;
+  float tops[MOST], totals[MOST], x[MOST][kEach];
   float top = -INFINITY, total = 0, y[kEach] = {};
-  for (int i = 0; i < count; ++i) top = fmaxf(top, at(i)[0]);
-  for (int i = 0; i < count; ++i) {
-    const float* row = at(i);
-    if (row[0] == -INFINITY && row[1] == 0) continue;
-    const float weight = weight_of(row[0], top);
-    total += weight * row[1];
 #pragma unroll
-    for (int k = 0; k < kEach; ++k) y[k] += weight * row[kPartHead + first + k];
+  for (int i = 0; i < MOST; ++i) {
+    const float* row = at(min(i, count - 1));
+    tops[i] = row[0], totals[i] = row[1];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) x[i][k] = row[kPartHead + first + k];
+    top = fmaxf(top, tops[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < MOST; ++i) {
+    if (i >= count || (tops[i] == -INFINITY && totals[i] == 0)) continue;
+    const float weight = weight_of(tops[i], top);
+    total += weight * totals[i];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) y[k] += weight * x[i][k];
   }
 #pragma unroll
   for (int k = 0; k < kEach; ++k) sum[kPartHead + first + k] = y[k];
@@ -184,17 +93,8 @@ template <int R>
 struct RowParts {
   const Plan& plan;
   int rows, row;  // of a block of rows
+  int number;     // of the segment
   SharedBy shared;
-  int opened;  // the number of the parts that the segment begins with
-
-  // number: of the segment
-  __device__ __forceinline__ RowParts(const Plan& p, int block_rows, int row_of_block, const SharedBy& blocks,
-                                      int number)
-      : plan(p), rows(block_rows), row(row_of_block), shared(blocks), opened(p.segments ? number : blocks.first) {}
-
-  // index: of a row of the sequence
-  __device__ __forceinline__ RowParts(const Plan& p, const Attention& a, int sequence, int index, int block_rows)
-      : RowParts(p, block_rows, index % block_rows, first_segment(p, a, block_rows, sequence) + index / block_rows) {}
 
   // The part of the i-th block of those that share the segment, and of those that have its exact keys.
   __device__ __forceinline__ const float* codes(int i) const {
@@ -205,41 +105,59 @@ struct RowParts {
   }
 
  private:
-  __device__ __forceinline__ RowParts(const Plan& p, int block_rows, int row_of_block, int number)
-      : RowParts(p, block_rows, row_of_block, p.segments[number], number) {}
   __device__ __forceinline__ const float* at(int block, Part kind) const {
-    const int number = block == shared.first ? opened : block;
-    return plan.parts + ((int64_t{kParts} * number + kind) * rows + row) * (kPartHead + R);
+    const int place = plan.segments && block == shared.first ? number : block;
+    return plan.parts + ((int64_t{kParts} * place + kind) * rows + row) * (kPartHead + R);
   }
 };
 
-// Joins row `index` of a sequence, by `blocks` blocks of which this is number `rank`; the first writes the result.
-// AT_ONCE: parts whose loads overlap.
+// Row `index` of sequence `sequence`, as the kernels that join find it. What does not depend on the kernels before is
+// read before they have ended.
+template <int R>
+struct JoinedPlace {
+  int number, row;     // of the segment; of its block of rows
+  int64_t to;          // the row of out
+  const float* exact;  // its part of few exact keys, or null
+
+  __device__ __forceinline__ JoinedPlace(const Latents& x, const Plan& plan, int rows, int sequence, int index)
+      : number(first_segment(plan, x.a, rows, sequence) + index / rows), row(index % rows),
+        to(int64_t{x.a.first_query(sequence)} * x.a.q_heads + index),
+        exact(index < plan.few_rows ? few_exact_row<R>(plan, sequence, index) : nullptr) {}
+};
+
+// Joins a row by `blocks` blocks of which this is number `rank`; the first writes the result. AT_ONCE: parts whose loads
+// overlap.
 template <int R, int AT_ONCE>
-__device__ __forceinline__ void join_row(const Latents& x, const RowParts<R>& parts, int sequence, int index,
+__device__ __forceinline__ void join_row(const Latents& x, const RowParts<R>& parts, const JoinedPlace<R>& place,
                                          int blocks, int rank) {
   using Row = JoinedRow<R>;
   __shared__ __align__(16) float sums[kJoinWarps][kPartHead + R], exact[kPartHead + R], sum[kPartHead + R];
-  const Attention& a = x.a;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Results results(x);
+  if (parts.shared.blocks <= kJoinWarps * AT_ONCE) {  // a block can read as many at once
+    if (rank > 0) return;
+    blocks = 1;
+  }
   Row own;
   own.template add_all<AT_ONCE>(rank * kJoinWarps + warp, blocks * kJoinWarps, parts.shared.blocks, lane,
                                 [&](int i) { return parts.codes(i); });
   own.leave(sums[warp], lane);
   if (rank == 0 && warp == kJoinWarps - 1) {
     Row of_exact;
+    if (place.exact) of_exact.add(Row::read(place.exact, lane));
     of_exact.template add_all<AT_ONCE>(0, 1, parts.shared.exact_blocks(), lane, [&](int i) { return parts.exact(i); });
     of_exact.leave(exact, lane);
   }
   __syncthreads();
-  add_rows<R>(kJoinWarps, sum, [&](int i) { return sums[i]; });
+  add_rows<R, kJoinWarps>(kJoinWarps, sum, [&](int i) { return sums[i]; });
   __syncthreads();
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (blocks > 1) {
     const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
     cluster.sync();
-    if (rank == 0) add_rows<R>(blocks, sums[0], [&](int i) { return cluster.map_shared_rank(sum, i); });
+    if (rank == 0) {
+      add_rows<R, kMostJoinBlocks>(blocks, sums[0], [&](int i) { return cluster.map_shared_rank(sum, i); });
+    }
     cluster.sync();  // nobody leaves before its sum has been read
     if (rank > 0) return;
   }
@@ -249,41 +167,49 @@ __device__ __forceinline__ void join_row(const Latents& x, const RowParts<R>& pa
   row.add(Row::read_shared(blocks > 1 ? sums[0] : sum, lane));
   row.rotate_back(results, lane);
   row.add(Row::read_shared(exact, lane));
-  row.write(results, int64_t{a.first_query(sequence)} * a.q_heads + index, lane);
+  row.write(results, place.to, lane);
 }
 
 // Joins parts where few blocks share most segments: a warp for each row; block (i, s) has rows of sequence s. Behind
 // the sequences, block (i, seqs + kJoinWarps n + w) has row kJoinWarps i + w of long segment n. Where the last blocks
 // join short segments, there are only those behind.
 template <int R>
-__global__ void __launch_bounds__(32 * kJoinWarps, 3)
+__global__ void __launch_bounds__(32 * kJoinWarps, 2)
     join_few_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  using Row = JoinedRow<R>;
   let_next_kernel_begin();
-  wait_for_previous_kernel();
   const Attention& a = x.a;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int behind = static_cast<int>(blockIdx.y) - (plan.segments ? a.seqs : 0);
   if (behind >= 0) {
+    wait_for_previous_kernel();
     const int row = blockIdx.x * kJoinWarps + behind % kJoinWarps;
     const LongSegment segment = plan.long_segments[behind / kJoinWarps];
     if (row >= rows || segment.sequence < 0) return;
     const int index = segment.block * rows + row;
     if (index >= a.num_queries(segment.sequence) * a.q_heads) return;
-    const int number = first_segment(plan, a, rows, segment.sequence) + segment.block;
-    join_row<R, 2>(x, RowParts<R>(plan, rows, row, segment.shared, number), segment.sequence, index, 1, 0);
+    const JoinedPlace<R> place(x, plan, rows, segment.sequence, index);
+    join_row<R, 2>(x, RowParts<R>{plan, rows, row, place.number, segment.shared}, place, 1, 0);
     return;
   }
   const int index = blockIdx.x * kJoinWarps + warp, sequence = blockIdx.y;
   if (index >= a.num_queries(sequence) * a.q_heads) return;
-  const RowParts<R> parts(plan, a, sequence, index, rows);
-  if (parts.shared.blocks > plan.most_parts) return;
+  const JoinedPlace<R> place(x, plan, rows, sequence, index);
   const Results results(x);
-  JoinedRow<R> row;
+  wait_for_previous_kernel();
+  // Loads that do not depend on others come first, and overlap.
+  typename Row::Loaded few{};
+  few.head.x = -INFINITY;
+  if (place.exact) few = Row::read(place.exact, lane);
+  const RowParts<R> parts{plan, rows, place.row, place.number, plan.segments[place.number]};
+  if (parts.shared.blocks > plan.most_parts) return;
+  Row row;
   row.template add_all<2>(0, 1, parts.shared.blocks, lane, [&](int i) { return parts.codes(i); });
   row.rotate_back(results, lane);
+  row.add(few);
   row.template add_all<2>(0, 1, parts.shared.exact_blocks(), lane, [&](int i) { return parts.exact(i); });
-  row.write(results, int64_t{a.first_query(sequence)} * a.q_heads + index, lane);
+  row.write(results, place.to, lane);
 #endif
 }
 
@@ -294,7 +220,6 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
     join_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   let_next_kernel_begin();
-  wait_for_previous_kernel();
   int blocks = 1, rank = 0;
 #if __CUDA_ARCH__ >= 900
   const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
@@ -302,7 +227,9 @@ __global__ void __launch_bounds__(32 * kJoinWarps)
 #endif
   const int index = blockIdx.x / blocks, sequence = blockIdx.y;
   if (index >= x.a.num_queries(sequence) * x.a.q_heads) return;
-  join_row<R, 4>(x, RowParts<R>(plan, x.a, sequence, index, rows), sequence, index, blocks, rank);
+  const JoinedPlace<R> place(x, plan, rows, sequence, index);
+  wait_for_previous_kernel();
+  join_row<R, 4>(x, RowParts<R>{plan, rows, place.row, place.number, plan.segments[place.number]}, place, blocks, rank);
 #endif
 }
 

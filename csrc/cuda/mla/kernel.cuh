@@ -46,12 +46,17 @@ class LatentBlock {
     for (int unit = notes_.share.begin; unit < end && segment.begin < end;) {
       const int from = max(unit, segment.begin), to = min(end, segment.end());
       const bool opens = from == segment.begin;
-      const bool whole =
-          S::kKeepsWhole && !block_.plan.segments && opens && to == segment.end() && segment.work.exact() == 0;
-      attend_codes(segment, from, max(min(to, segment.coded_end()) - from, 0), whole);
+      const bool lists_exact = segment.work.exact() > 0 && !segment.work.exact_apart(S::kCosts.apart);
+      const bool whole = S::kKeepsWhole && !block_.plan.segments && opens && to == segment.end() && !lists_exact;
+      const int units = max(min(to, segment.coded_end()) - from, 0);
+      if (units > 0 || whole) {
+        attend_codes(segment, from, units, whole);
+      } else {
+        leave_no_codes(segment, opens);
+      }
       const int first = cut.block_of(segment.begin);
       SharedBy shared{first, cut.block_of(segment.end() - 1) - first + 1, -1};
-      if (segment.work.exact() > 0) {
+      if (lists_exact) {
         shared.exact = cut.block_of(segment.coded_end());
         const int exact = max(from, segment.coded_end());
         if (exact < to) attend_exact(segment, exact - segment.coded_end(), to - segment.coded_end(), opens);
@@ -96,6 +101,13 @@ class LatentBlock {
     }
   }
 
+  // The part of a block that has none of the segment's codes.
+  __device__ __forceinline__ void leave_no_codes(const Segment& segment, bool opens) const {
+    if (threadIdx.x >= S::kRows) return;
+    float* head = part_of(segment, opens ? kOpened : kContinued) + threadIdx.x * S::kPart;
+    *reinterpret_cast<float4*>(head) = {-INFINITY, 0, 0, 0};
+  }
+
   __device__ __forceinline__ void copy_image(const Segment& segment) const {
     wait_for_previous_kernel();
     publish_operands();  // what threads wrote here comes before what the copy writes
@@ -122,10 +134,12 @@ class LatentBlock {
   __device__ __forceinline__ void finish(const Segment& segment, bool opens, bool whole, const SharedBy& shared) {
     const Plan& plan = block_.plan;
     const bool is_long = shared.blocks > plan.most_parts;
+    // Behind exact keys, because a block without codes has not waited yet. No block with work may end before queries
+    // are prepared, because who waits for this kernel counts on that; and then it is known that no segment is long.
+    if (threadIdx.x == 0) wait_for_previous_kernel();
     if (opens && threadIdx.x == 0) {
       if (plan.segments) plan.segments[number_of(segment)] = shared;
       if (is_long) {
-        wait_for_previous_kernel();  // it has written that there are none
         plan.long_segments[shared.first / plan.most_parts] = {segment.sequence, segment.block, shared};
       }
     }
@@ -150,7 +164,7 @@ class LatentBlock {
     __syncthreads();
     if (block_.warp == 0) {
       Segment next = notes_.share.segment;
-      next.template seek<S::kRows, S::kCosts.least_exact>(block_.call.a, Divisor(kExactPerUnit), gap, unit);
+      next.template seek<S::kRows, S::kCosts>(block_.call.a, Divisor(kExactPerUnit), gap, unit);
       __syncwarp();
       if (block_.lane == 0) notes_.share.segment = next;
     }

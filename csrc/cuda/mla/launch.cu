@@ -52,6 +52,8 @@ LatentLaunch::LatentLaunch(const Latents& call, LatentKernel kernel, const Devic
   const int64_t by_tokens = int64_t{call.a.tokens} * call.a.q_heads / entry_.rows + call.a.seqs;
   if (by_tokens < segments_) plan_.row_blocks = 0, segments_ = by_tokens;
   joins_later_ = segments_ <= grid_;
+  const bool has_exact = call.a.tail || call.a.new_keys;
+  plan_.few_rows = has_exact ? std::min(most_queries(call.a), kExactApart) * call.a.q_heads : 0;
   check_limits();
   plan_join();
 }
@@ -96,16 +98,20 @@ cudaError_t LatentLaunch::join(void** arguments, cudaStream_t stream) const {
 void LatentLaunch::run(void* workspace, cudaStream_t stream) {
   plan_.images = static_cast<uint8_t*>(workspace);
   plan_.parts = reinterpret_cast<float*>(plan_.images + segments_ * plan_.image_bytes);
-  auto* counters = reinterpret_cast<uint32_t*>(plan_.parts + part_floats());
+  plan_.exact_parts = plan_.parts + part_floats();
+  auto* counters = reinterpret_cast<uint32_t*>(plan_.exact_parts + exact_floats());
   plan_.arrivals = zeroed_counters(device_.index, stream, grid_, counters);
   auto* segments = reinterpret_cast<SharedBy*>(counters + grid_);
   plan_.segments = joins_later_ ? segments : nullptr;
   plan_.long_segments = reinterpret_cast<LongSegment*>(segments + segments_);
   allow_shared_memory(entry_.kernel, device_.index, plan_.bytes);
+  allow_shared_memory(entry_.prepare, device_.index, 1, true);  // so that blocks of the next kernel begin beside it
   const int major = device_.facts.major;
   void* arguments[] = {const_cast<Latents*>(&call_), &plan_, &entry_.rows};
-  const dim3 images(checked_int(segments_ * (entry_.rows / kImageRows), "the number of blocks of rows"));
-  check_cuda(launch_early(entry_.prepare, images, 32 * kImageRows, 0, arguments, stream, major), "mla_attention");
+  plan_.image_blocks = checked_int(segments_ * (entry_.rows / kImageRows), "the number of blocks of rows");
+  const int64_t few_blocks = call_.a.seqs * divide_up(plan_.few_rows, kImageRows);
+  const dim3 prepared(checked_int(plan_.image_blocks + few_blocks, "the number of blocks of rows"));
+  check_cuda(launch_early(entry_.prepare, prepared, 32 * kImageRows, 0, arguments, stream, major), "mla_attention");
   check_cuda(launch_early(entry_.kernel, dim3(grid_), entry_.threads, plan_.bytes, arguments, stream, major),
              "mla_attention");
   if (joins_later_ || plan_.num_long > 0) check_cuda(join(arguments, stream), "mla_attention");

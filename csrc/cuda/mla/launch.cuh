@@ -26,8 +26,8 @@ class LatentLaunch {
 
   // Bytes of memory for partial results; their contents do not matter.
   int64_t workspace_bytes() const {
-    return segments_ * (plan_.image_bytes + int64_t{sizeof(SharedBy)}) + part_floats() * 4 + int64_t{grid_} * 4 +
-           plan_.num_long * int64_t{sizeof(LongSegment)};
+    return segments_ * (plan_.image_bytes + int64_t{sizeof(SharedBy)}) + (part_floats() + exact_floats()) * 4 +
+           int64_t{grid_} * 4 + plan_.num_long * int64_t{sizeof(LongSegment)};
   }
 
   // workspace: aligned to 16 bytes.
@@ -35,6 +35,9 @@ class LatentLaunch {
 
  private:
   int64_t part_floats() const { return int64_t{grid_} * kParts * entry_.rows * (kPartHead + call_.record.latent_dim); }
+  int64_t exact_floats() const {
+    return int64_t{call_.a.seqs} * plan_.few_rows * (kPartHead + call_.record.latent_dim);
+  }
   template <int R>
   void find(LatentKernel kernel);
   void check_limits() const;

@@ -7,6 +7,7 @@
 
 #include "cuda/attention/query_bytes.cuh"
 #include "cuda/common/wgmma_swizzled.cuh"
+#include "cuda/mla/few_exact.cuh"
 #include "cuda/mla/key_tiles/expansion.cuh"
 
 namespace turboquant::cuda::mla {
@@ -89,11 +90,11 @@ class QueryHalves {
 };
 
 // A block prepares eight rows of a segment's block of rows, each by a warp. rows: of a block of rows. The first block
-// says that there are no long segments yet.
+// says that there are no long segments yet. Blocks behind those of images attend to few exact keys.
 //
 // A latent query is multiplied by inverse and signs and transformed (docs/format.md section 12).
 template <int R>
-__global__ void __launch_bounds__(32 * kImageRows)
+__global__ void __launch_bounds__(32 * kImageRows, 4)
     prepare_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   using Rotation = RowRotation<R>;
@@ -101,6 +102,10 @@ __global__ void __launch_bounds__(32 * kImageRows)
   __shared__ __align__(16) uint8_t part[kCodes + 64 * kImageRows * 2];
   wait_for_previous_kernel();
   let_next_kernel_begin();  // which may then read all that earlier kernels have written
+  if (static_cast<int>(blockIdx.x) >= plan.image_blocks) {
+    attend_to_few<R>(x, plan, blockIdx.x - plan.image_blocks);
+    return;
+  }
   const Attention& a = x.a;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rope_dim = x.record.rope_dim;
   if (blockIdx.x == 0) {

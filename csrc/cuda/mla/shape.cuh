@@ -47,8 +47,10 @@ constexpr int kFewParts = 8;        // that a warp of the kernel that joins part
 constexpr int kMostOfWarp = 16;     // parts that a warp adds up where few segments have more, which get several warps
 constexpr int kExactPerUnit = 8;    // exact keys that take as long as a unit of codes, if there are some 70 of them
 
+constexpr int kExactApart = 8;  // exact keys that the kernel which prepares queries attends to (few_exact.cuh)
+
 // What units of a kernel cost (attention/schedule.cuh), where the end of a segment takes as long as `end` of them.
-constexpr UnitCosts costs_of_units(int end) { return {2, 1, end}; }
+constexpr UnitCosts costs_of_units(int end) { return {2, 1, end, kExactApart}; }
 constexpr int kMostOfEnd = 16;  // no kernel's end of a segment takes longer
 
 constexpr int kReadBarrier = 4;  // a named barrier, of all threads; those of roles have smaller numbers
@@ -182,6 +184,9 @@ struct Plan {
   int query_bytes, image_bytes;  // of an image: the queries, and the table of rows behind them
   uint8_t* images;               // [numbers of segments, image_bytes]
   float* parts;                  // [grid, kParts, ROWS, kPart]
+  float* exact_parts;            // [seqs, few_rows, kPart]: of few exact keys
+  int few_rows;                  // rows of a sequence, at most, whose exact keys may be few; 0 without exact keys
+  int image_blocks;              // of the kernel that prepares queries; those behind them attend to few exact keys
   uint32_t* arrivals;            // [grid], 0 between launches
   SharedBy* segments;            // [numbers of segments], where another kernel joins all parts; else null
   LongSegment* long_segments;    // [num_long]: element i is the one that begins in the most_parts blocks from

@@ -159,7 +159,7 @@ class FewUnits {
 
   // Finds the work of the segment; returns the number of its tasks of exact keys.
   __device__ __forceinline__ int find_work() {
-    work_ = work_of_sequence<16, kSplitKvCosts.least_exact>(block_.call, Divisor(kExactKeys), sequence_, false);
+    work_ = work_of_sequence<16, kSplitKvCosts>(block_.call, Divisor(kExactKeys), sequence_, false);
     coded_ = kUnitStages * work_.coded;
     return (work_.exact() + kExactKeys - 1) / kExactKeys;
   }

@@ -18,7 +18,7 @@ class WorkList {
 
   // Moves `segment` on to the one that holds number `unit`, or whose gap does.
   __device__ __forceinline__ void seek(Segment& segment, int unit) const {
-    segment.template seek<ROWS, COSTS.least_exact>(block_.call, block_.layout.exact_per_unit, notes().cut.gap, unit);
+    segment.template seek<ROWS, COSTS>(block_.call, block_.layout.exact_per_unit, notes().cut.gap, unit);
   }
   // Moves the warp on to the segment behind the attended one. All lanes seek it, in registers, and one notes it.
   __device__ __forceinline__ void next_segment() const {
