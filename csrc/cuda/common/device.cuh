@@ -320,6 +320,17 @@ __device__ __forceinline__ void with_float_type(Dtype dtype, Fn&& fn) {
   }
 }
 
+// The same for one of the 16-bit types. (Kernels of row tiles are compiled for one of them, but ask at run time, too: so
+// those of both have the same instructions, and compressed together they take little more room than one.)
+template <typename Fn>
+__device__ __forceinline__ void with_16_bit_type(Dtype dtype, Fn&& fn) {
+  if (dtype == Dtype::kFloat16) {
+    fn(Tag<__half>{});
+  } else {
+    fn(Tag<__nv_bfloat16>{});
+  }
+}
+
 template <int N>
 __device__ __forceinline__ void load_floats_as(const void* x, Dtype dtype, int64_t at, float* y) {
   with_float_type(dtype,

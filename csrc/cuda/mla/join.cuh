@@ -10,6 +10,7 @@
 #include <cooperative_groups.h>
 
 #include "cuda/attention/softmax_math.cuh"
+#include "cuda/common/async_copy.cuh"
 #include "cuda/mla/few_exact.cuh"
 #include "cuda/mla/joined_row.cuh"
 #include "cuda/mla/shape.cuh"
@@ -111,6 +112,20 @@ struct RowParts {
   }
 };
 
+// Starts to copy a row of a partial result to shared memory, by one warp; null: a row without keys.
+template <int R>
+__device__ __forceinline__ void copy_part(float* to, const float* part, int lane) {
+  if (!part) {
+    if (lane == 0) *reinterpret_cast<float4*>(to) = {-INFINITY, 0, 0, 0};
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < (kPartHead + R + 127) / 128; ++i) {
+    const int at = 128 * i + 4 * lane;
+    if (at < kPartHead + R) copy_async(to + at, part + at);
+  }
+}
+
 // Row `index` of sequence `sequence`, as the kernels that join find it. What does not depend on the kernels before is
 // read before they have ended.
 template <int R>
@@ -120,95 +135,108 @@ struct JoinedPlace {
   const float* exact;  // its part of few exact keys, or null
 
   __device__ __forceinline__ JoinedPlace(const Latents& x, const Plan& plan, int rows, int sequence, int index)
-      : number(first_segment(plan, x.a, rows, sequence) + index / rows), row(index % rows),
+      : number(first_segment(plan, x.a, rows, sequence) + (index >> log2_of(rows))), row(index & (rows - 1)),
         to(int64_t{x.a.first_query(sequence)} * x.a.q_heads + index),
         exact(index < plan.few_rows ? few_exact_row<R>(plan, sequence, index) : nullptr) {}
 };
 
-// Joins a row by `blocks` blocks of which this is number `rank`; the first writes the result. AT_ONCE: parts whose loads
-// overlap.
+// What the warps of a block that joins exchange: their sums, or the parts of few exact keys of their rows.
+template <int R>
+struct JoinMemory {
+  float of_warp[kJoinWarps][kPartHead + R], exact[kPartHead + R], sum[kPartHead + R];
+};
+
+// Joins the codes' parts of a row in `row` of the first warp of the first of `blocks` blocks, of which this is number
+// `rank`, and the exact ones in memory.exact. Returns whether this is that warp. AT_ONCE: parts whose loads overlap.
 template <int R, int AT_ONCE>
-__device__ __forceinline__ void join_row(const Latents& x, const RowParts<R>& parts, const JoinedPlace<R>& place,
-                                         int blocks, int rank) {
+__device__ __forceinline__ bool join_parts(const RowParts<R>& parts, const JoinedPlace<R>& place, int blocks, int rank,
+                                           JoinMemory<R>& memory, JoinedRow<R>& row) {
   using Row = JoinedRow<R>;
-  __shared__ __align__(16) float sums[kJoinWarps][kPartHead + R], exact[kPartHead + R], sum[kPartHead + R];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Results results(x);
-  if (parts.shared.blocks <= kJoinWarps * AT_ONCE) {  // a block can read as many at once
-    if (rank > 0) return;
+  if (parts.shared.blocks <= kJoinWarps * AT_ONCE) {  // one block can read as many at once
+    if (rank > 0) return false;
     blocks = 1;
   }
-  Row own;
-  own.template add_all<AT_ONCE>(rank * kJoinWarps + warp, blocks * kJoinWarps, parts.shared.blocks, lane,
-                                [&](int i) { return parts.codes(i); });
-  own.leave(sums[warp], lane);
-  if (rank == 0 && warp == kJoinWarps - 1) {
-    Row of_exact;
-    if (place.exact) of_exact.add(Row::read(place.exact, lane));
-    of_exact.template add_all<AT_ONCE>(0, 1, parts.shared.exact_blocks(), lane, [&](int i) { return parts.exact(i); });
-    of_exact.leave(exact, lane);
+  const auto at = [&](bool exact, int i) { return exact ? parts.exact(i) : parts.codes(i); };
+  // The last warp has the exact parts, too: the same code once more.
+  const int turns = rank == 0 && warp == kJoinWarps - 1 ? 2 : 1;
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn) {
+    const bool exact = turn > 0;
+    Row own;
+    if (exact && place.exact) own.add(Row::read(place.exact, lane));
+    own.template add_all<AT_ONCE>(exact ? 0 : rank * kJoinWarps + warp, exact ? 1 : blocks * kJoinWarps,
+                                  exact ? parts.shared.exact_blocks() : parts.shared.blocks, lane,
+                                  [&](int i) { return at(exact, i); });
+    own.leave(exact ? memory.exact : memory.of_warp[warp], lane);
   }
   __syncthreads();
-  add_rows<R, kJoinWarps>(kJoinWarps, sum, [&](int i) { return sums[i]; });
+  add_rows<R, kJoinWarps>(kJoinWarps, memory.sum, [&](int i) { return memory.of_warp[i]; });
   __syncthreads();
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (blocks > 1) {
     const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
     cluster.sync();
     if (rank == 0) {
-      add_rows<R, kMostJoinBlocks>(blocks, sums[0], [&](int i) { return cluster.map_shared_rank(sum, i); });
+      add_rows<R, kMostJoinBlocks>(blocks, memory.of_warp[0],
+                                   [&](int i) { return cluster.map_shared_rank(memory.sum, i); });
     }
     cluster.sync();  // nobody leaves before its sum has been read
-    if (rank > 0) return;
+    if (rank > 0) return false;
   }
 #endif
-  if (warp > 0) return;
-  Row row;
-  row.add(Row::read_shared(blocks > 1 ? sums[0] : sum, lane));
-  row.rotate_back(results, lane);
-  row.add(Row::read_shared(exact, lane));
-  row.write(results, place.to, lane);
+  if (warp > 0) return false;
+  row.add(Row::read_shared(blocks > 1 ? memory.of_warp[0] : memory.sum, lane));
+  return true;
 }
 
 // Joins parts where few blocks share most segments: a warp for each row; block (i, s) has rows of sequence s. Behind
 // the sequences, block (i, seqs + kJoinWarps n + w) has row kJoinWarps i + w of long segment n. Where the last blocks
 // join short segments, there are only those behind.
 template <int R>
-__global__ void __launch_bounds__(32 * kJoinWarps, 2)
+__global__ void __launch_bounds__(32 * kJoinWarps, 3)
     join_few_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  using Row = JoinedRow<R>;
+  __shared__ __align__(16) JoinMemory<R> memory;
   let_next_kernel_begin();
   const Attention& a = x.a;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int behind = static_cast<int>(blockIdx.y) - (plan.segments ? a.seqs : 0);
+  int sequence = blockIdx.y, index = blockIdx.x * kJoinWarps + warp;
+  LongSegment segment{};
   if (behind >= 0) {
     wait_for_previous_kernel();
+    segment = plan.long_segments[behind / kJoinWarps];
     const int row = blockIdx.x * kJoinWarps + behind % kJoinWarps;
-    const LongSegment segment = plan.long_segments[behind / kJoinWarps];
     if (row >= rows || segment.sequence < 0) return;
-    const int index = segment.block * rows + row;
-    if (index >= a.num_queries(segment.sequence) * a.q_heads) return;
-    const JoinedPlace<R> place(x, plan, rows, segment.sequence, index);
-    join_row<R, 2>(x, RowParts<R>{plan, rows, row, place.number, segment.shared}, place, 1, 0);
-    return;
+    sequence = segment.sequence, index = segment.block * rows + row;
   }
-  const int index = blockIdx.x * kJoinWarps + warp, sequence = blockIdx.y;
   if (index >= a.num_queries(sequence) * a.q_heads) return;
   const JoinedPlace<R> place(x, plan, rows, sequence, index);
   const Results results(x);
-  wait_for_previous_kernel();
-  // Loads that do not depend on others come first, and overlap.
-  typename Row::Loaded few{};
-  few.head.x = -INFINITY;
-  if (place.exact) few = Row::read(place.exact, lane);
-  const RowParts<R> parts{plan, rows, place.row, place.number, plan.segments[place.number]};
-  if (parts.shared.blocks > plan.most_parts) return;
-  Row row;
-  row.template add_all<2>(0, 1, parts.shared.blocks, lane, [&](int i) { return parts.codes(i); });
+  JoinedRow<R> row;
+  const float* exact = memory.exact;
+  int listed = 0;  // blocks whose exact parts are yet to be added
+  RowParts<R> parts{plan, rows, place.row, place.number, segment.shared};
+  if (behind >= 0) {
+    if (!join_parts<R, 2>(parts, place, 1, 0, memory, row)) return;
+  } else {
+    wait_for_previous_kernel();
+    exact = memory.of_warp[warp];
+    copy_part<R>(memory.of_warp[warp], place.exact, lane);  // while the others are read
+    parts.shared = plan.segments[place.number];
+    if (parts.shared.blocks > plan.most_parts) {
+      wait_for_copies();
+      return;
+    }
+    row.template add_all<2>(0, 1, parts.shared.blocks, lane, [&](int i) { return parts.codes(i); });
+    listed = parts.shared.exact_blocks();
+    wait_for_copies();
+    __syncwarp();
+  }
   row.rotate_back(results, lane);
-  row.add(few);
-  row.template add_all<2>(0, 1, parts.shared.exact_blocks(), lane, [&](int i) { return parts.exact(i); });
+  row.add(JoinedRow<R>::read_shared(exact, lane));
+  row.template add_all<1>(0, 1, listed, lane, [&](int i) { return parts.exact(i); });
   row.write(results, place.to, lane);
 #endif
 }
@@ -219,17 +247,24 @@ template <int R>
 __global__ void __launch_bounds__(32 * kJoinWarps)
     join_kernel(const __grid_constant__ Latents x, const __grid_constant__ Plan plan, int rows) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  __shared__ __align__(16) JoinMemory<R> memory;
   let_next_kernel_begin();
   int blocks = 1, rank = 0;
 #if __CUDA_ARCH__ >= 900
   const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
   blocks = static_cast<int>(cluster.num_blocks()), rank = static_cast<int>(cluster.block_rank());
 #endif
-  const int index = blockIdx.x / blocks, sequence = blockIdx.y;
+  const int index = blockIdx.x / blocks, sequence = blockIdx.y, lane = threadIdx.x % 32;
   if (index >= x.a.num_queries(sequence) * x.a.q_heads) return;
   const JoinedPlace<R> place(x, plan, rows, sequence, index);
+  const Results results(x);
   wait_for_previous_kernel();
-  join_row<R, 4>(x, RowParts<R>{plan, rows, place.row, place.number, plan.segments[place.number]}, place, blocks, rank);
+  const RowParts<R> parts{plan, rows, place.row, place.number, plan.segments[place.number]};
+  JoinedRow<R> row;
+  if (!join_parts<R, 4>(parts, place, blocks, rank, memory, row)) return;
+  row.rotate_back(results, lane);
+  row.add(JoinedRow<R>::read_shared(memory.exact, lane));
+  row.write(results, place.to, lane);
 #endif
 }
 

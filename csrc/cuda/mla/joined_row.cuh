@@ -106,7 +106,9 @@ struct JoinedRow {
     const float inverse = total == 0 ? 0 : 1 / total;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) y[i] *= inverse;
-    store_as<Rotation>(y, lane, to.out, to.dtype, row * R);
+    with_16_bit_type(to.dtype, [&](auto tag) {
+      store<Rotation>(y, lane, static_cast<typename decltype(tag)::type*>(to.out) + row * R);
+    });
     if (lane == 0) to.lse[row] = total == 0 ? -INFINITY : (top + log2f(total)) * kLn2;
   }
 };

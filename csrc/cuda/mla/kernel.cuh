@@ -49,10 +49,12 @@ class LatentBlock {
       const bool lists_exact = segment.work.exact() > 0 && !segment.work.exact_apart(S::kCosts.apart);
       const bool whole = S::kKeepsWhole && !block_.plan.segments && opens && to == segment.end() && !lists_exact;
       const int units = max(min(to, segment.coded_end()) - from, 0);
-      if (units > 0 || whole) {
-        attend_codes(segment, from, units, whole);
-      } else {
-        leave_no_codes(segment, opens);
+      const bool has_codes = units > 0 || whole;
+      float* part = part_of(segment, opens ? kOpened : kContinued);
+      if (has_codes) {
+        attend_codes(segment, from, units, whole, part);
+      } else if (threadIdx.x < S::kRows) {
+        *reinterpret_cast<float4*>(part + threadIdx.x * S::kPart) = {-INFINITY, 0, 0, 0};
       }
       const int first = cut.block_of(segment.begin);
       SharedBy shared{first, cut.block_of(segment.end() - 1) - first + 1, -1};
@@ -61,6 +63,8 @@ class LatentBlock {
         const int exact = max(from, segment.coded_end());
         if (exact < to) attend_exact(segment, exact - segment.coded_end(), to - segment.coded_end(), opens);
       }
+      // Who waits for this kernel counts on it not to end before queries are prepared.
+      if (!has_codes && threadIdx.x == 0) wait_for_previous_kernel();
       finish(segment, opens, whole, shared);
       unit = to;
       if (unit < end) seek(unit, cut.gap);
@@ -89,9 +93,8 @@ class LatentBlock {
   }
 
   // `units` units of codes, from unit `from` of the list on. whole: see leave_part
-  __device__ __forceinline__ void attend_codes(const Segment& segment, int from, int units, bool whole) {
+  __device__ __forceinline__ void attend_codes(const Segment& segment, int from, int units, bool whole, float* part) {
     const int token = segment.first_token(from);
-    float* part = part_of(segment, from == segment.begin ? kOpened : kContinued);
     if constexpr (Roles::kCopiesImage) {
       if (threadIdx.x == 0) copy_image(segment);
       roles_.attend(segment, token, units, whole, part, [&] { wait_barrier(roles_.prepared(), segments_ & 1); });
@@ -99,13 +102,6 @@ class LatentBlock {
     } else {
       roles_.attend(segment, token, units, image_of(segment), part);
     }
-  }
-
-  // The part of a block that has none of the segment's codes.
-  __device__ __forceinline__ void leave_no_codes(const Segment& segment, bool opens) const {
-    if (threadIdx.x >= S::kRows) return;
-    float* head = part_of(segment, opens ? kOpened : kContinued) + threadIdx.x * S::kPart;
-    *reinterpret_cast<float4*>(head) = {-INFINITY, 0, 0, 0};
   }
 
   __device__ __forceinline__ void copy_image(const Segment& segment) const {
@@ -134,12 +130,10 @@ class LatentBlock {
   __device__ __forceinline__ void finish(const Segment& segment, bool opens, bool whole, const SharedBy& shared) {
     const Plan& plan = block_.plan;
     const bool is_long = shared.blocks > plan.most_parts;
-    // Behind exact keys, because a block without codes has not waited yet. No block with work may end before queries
-    // are prepared, because who waits for this kernel counts on that; and then it is known that no segment is long.
-    if (threadIdx.x == 0) wait_for_previous_kernel();
     if (opens && threadIdx.x == 0) {
       if (plan.segments) plan.segments[number_of(segment)] = shared;
       if (is_long) {
+        wait_for_previous_kernel();  // it has written that there are none
         plan.long_segments[shared.first / plan.most_parts] = {segment.sequence, segment.block, shared};
       }
     }

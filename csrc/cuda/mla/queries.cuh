@@ -27,20 +27,21 @@ class QueryBytes {
   __device__ __forceinline__ QueryBytes(uint8_t* memory, OperandKind kind, int row, int lane)
       : memory_(memory + byte_place(row)), kind_(kind), lane_(lane) {}
 
-  // y: integers of 16 bits
+  // y: integers of 16 bits. Places repeat every 128 channels, of which a lane has four.
   __device__ __forceinline__ void store(const int (&y)[kPerLane]) const {
+    uint8_t* const of_lane[2] = {place(Rotation::channel(lane_, 0)), place(Rotation::channel(lane_, 0) + 1)};
 #pragma unroll
     for (int i = 0; i < kPerLane; i += 4) {
-      const int channel = Rotation::channel(lane_, i / 4);
+      const int further = 128 / 16 * 256 * (i / 4);
       const int high[4] = {y[i] + 128, y[i + 1] + 128, y[i + 2] + 128, y[i + 3] + 128};  // in bits 8 to 15
       if (kind_ == OperandKind::kBytes) {
-        uint8_t* to = place(channel);
+        uint8_t* to = of_lane[0] + further;
         *reinterpret_cast<uint32_t*>(to) = second_bytes(high[0], high[1]) | second_bytes(high[2], high[3]) << 16;
         *reinterpret_cast<uint32_t*>(to + 16) = first_bytes(y[i], y[i + 1]) | first_bytes(y[i + 2], y[i + 3]) << 16;
       } else {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {  // neighbours in products are two channels apart
-          uint8_t* to = place(channel + odd);
+          uint8_t* to = of_lane[odd] + further;
           *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(second_bytes(high[odd], high[odd + 2]));
           *reinterpret_cast<uint16_t*>(to + 16) = static_cast<uint16_t>(first_bytes(y[i + odd], y[i + odd + 2]));
         }
@@ -74,13 +75,16 @@ class QueryHalves {
   __device__ __forceinline__ QueryHalves(uint8_t* memory, int row, int lane)
       : memory_(memory), row_(row), lane_(lane) {}
 
+  // Places repeat every 128 channels, of which a lane has four.
   __device__ __forceinline__ void store(const float (&y)[kPerLane], float by) const {
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int channel = Rotation::channel(lane_, i / 4) + i % 4;
-      const int place = channel & ~7 | channel % 4 * 2 | channel / 4 % 2;
-      *reinterpret_cast<__half*>(memory_ + place / 64 * kSwizzleGroup + swizzled(row_, place % 64 * 2)) =
-          __float2half_rn(y[i] * by);
+    for (int k = 0; k < 4; ++k) {
+      const int channel = Rotation::channel(lane_, 0) + k, place = channel & ~7 | channel % 4 * 2 | channel / 4 % 2;
+      uint8_t* const to = memory_ + place / 64 * kSwizzleGroup + swizzled(row_, place % 64 * 2);
+#pragma unroll
+      for (int i = 0; i < kPerLane / 4; ++i) {
+        *reinterpret_cast<__half*>(to + 128 / 64 * kSwizzleGroup * i) = __float2half_rn(y[4 * i + k] * by);
+      }
     }
   }
 
@@ -109,6 +113,7 @@ __global__ void __launch_bounds__(32 * kImageRows, 4)
   const Attention& a = x.a;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rope_dim = x.record.rope_dim;
   if (blockIdx.x == 0) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < plan.num_long; i += 32 * kImageRows) plan.long_segments[i].sequence = -1;
   }
   const int tiles = rows / kImageRows, segment = quotient(blockIdx.x, tiles), tile = blockIdx.x - segment * tiles;
@@ -123,7 +128,10 @@ __global__ void __launch_bounds__(32 * kImageRows, 4)
   float y[kPerLane] = {}, center = 0;
   uint16_t rope[2] = {};
   if (exists) {
-    load_as<Rotation>(a.q, a.dtype, place.token * a.q_token_stride + place.head * a.q_head_stride, lane, y);
+    with_16_bit_type(a.dtype, [&](auto tag) {
+      const auto* q = static_cast<const typename decltype(tag)::type*>(a.q);
+      load<Rotation>(q + place.token * a.q_token_stride + place.head * a.q_head_stride, lane, y);
+    });
     const int64_t at = place.token * x.rope_token_stride + place.head * x.rope_head_stride;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -184,14 +192,17 @@ __global__ void __launch_bounds__(32 * kImageRows, 4)
   // In the image, the parts of all eights of rows stand side by side: of 16 channels each, or of 64.
   const uint4* from = reinterpret_cast<const uint4*>(part);
   if (plan.half_queries) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < R + 64; i += 32 * kImageRows) {
       *reinterpret_cast<uint4*>(image + i / 64 * (kSwizzleRow * rows) + tile * kSwizzleGroup + i % 64 * 16) = from[i];
     }
     return;
   }
+#pragma unroll 1
   for (int i = threadIdx.x; i < R; i += 32 * kImageRows) {
     *reinterpret_cast<uint4*>(image + i / 16 * (32 * rows) + tile * 256 + i % 16 * 16) = from[i];
   }
+#pragma unroll 1
   for (int i = threadIdx.x; i < rope_dim; i += 32 * kImageRows) {
     *reinterpret_cast<uint4*>(image + 2 * R * rows + i / 8 * (16 * rows) + tile * 128 + i % 8 * 16) = from[R + i];
   }

@@ -238,11 +238,14 @@ struct Notes {
 };
 static_assert(sizeof(Notes) <= 256);
 
+// Of a power of two, as the rows of a block are.
+__device__ __forceinline__ int log2_of(int rows) { return 31 - __clz(rows); }
+
 // The number of the first segment of a sequence; its other blocks of `rows` rows have those that follow. Where one
 // sequence has many queries and others few, numbers follow the tokens: there are up to tokens * q_heads / rows + seqs.
 __device__ __forceinline__ int first_segment(const Plan& plan, const Attention& a, int rows, int sequence) {
   if (plan.row_blocks > 0) return sequence * plan.row_blocks;
-  return static_cast<int>(int64_t{a.first_query(sequence)} * a.q_heads / rows) + sequence;
+  return static_cast<int>(int64_t{a.first_query(sequence)} * a.q_heads >> log2_of(rows)) + sequence;
 }
 // The sequence of a number: the last one whose first number is not above it.
 __device__ __forceinline__ int sequence_of_segment(const Plan& plan, const Attention& a, int rows, int number) {

@@ -9,17 +9,6 @@
 
 namespace turboquant::cuda::row_tiles {
 
-// f(a tag of the 16-bit type). The kernel is compiled for one type, but asks at run time: so the kernels of both types
-// have the same instructions, and compressed together they take little more room than one of them.
-template <typename F>
-__device__ __forceinline__ void with_16_bit_type(Dtype dtype, F&& f) {
-  if (dtype == Dtype::kFloat16) {
-    f(Tag<__half>{});
-  } else {
-    f(Tag<__nv_bfloat16>{});
-  }
-}
-
 // Octets t, t + 4, .. of a row of a 16-bit type; zeros where it has none, and of no row (null).
 template <int D>
 struct Octets {
