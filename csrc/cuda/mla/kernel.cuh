@@ -4,8 +4,9 @@
 // The blocks of a fixed grid share a flat list of units of 64 keys as those of split-KV do (attention/schedule.cuh).
 // Each leaves a partial result for every segment that it had a part of.
 //
-// Three kernels overlap: one prepares queries, this one attends, and one joins partial results in order; where there
-// are more segments than blocks, the last of the blocks that share a segment does that instead, unless they are many.
+// Three kernels overlap: one prepares queries and attends to few exact keys, this one attends to the rest, and one joins
+// partial results in order; where there are more segments than blocks, the last of the blocks that share a segment does
+// that instead, unless they are many.
 //
 // How a block attends to the codes of a segment is its roles': those of its warpgroups, or of its warps, which divide
 // the work.
@@ -14,9 +15,10 @@
 //   row_tiles/roles  tables of levels, and 3 bits: rows are the long side, codes are expanded in shared memory
 //   warp_tiles/roles all codes, by products of single warps, for what the others are not made for (choices/mla.h)
 // The other parts, each in a file of its own, in the order in which a segment passes them:
-//   queries  images of rows
-//   exact    exact keys, with sums of their own
-//   join     of partial results, and the last transform
+//   queries    images of rows
+//   few_exact  few exact keys of few queries, beside the images
+//   exact      other exact keys, with sums of their own
+//   join       of partial results, and the last transform; a row of them is a joined_row
 #pragma once
 
 #include "cuda/attention/counters.cuh"
