@@ -26,6 +26,8 @@ CODEC = {
     "`cache_store` k3v3, 1 / 8": ["cache_store k3v3 S=1", "cache_store k3v3 S=8"],
     "`cache_store` k5v4u, 1 / 8": ["cache_store k5v4u S=1", "cache_store k5v4u S=8"],
     "`cache_load` k4v4 / k3v3 / k8v8": [f"cache_load {name}" for name in ("k4v4", "k3v3", "k8v8")],
+    "`mla_store` k4u / k5u / k8": [f"mla_store {name}" for name in ("k4u", "k5u", "k8")],
+    "`mla_load` k4u / k5u / k8": [f"mla_load {name}" for name in ("k4u", "k5u", "k8")],
 }
 
 
