@@ -486,13 +486,12 @@ inline void check_softmax_scale(double scale) {
                   ", supported: numbers that are finite in float32");
 }
 
-// What an _out variant of attention writes: out like q, lse float32 of q's rows.
-inline void check_out_and_lse(const Tensor& out, const OptionalTensor& lse, const Tensor& q) {
+// What an _out variant of attention writes: out like q, in words of so many bytes; lse float32 of q's rows.
+inline void check_out_and_lse(const Tensor& out, const OptionalTensor& lse, const Tensor& q, uintptr_t word_bytes) {
   check_constant(out, q, "out", q.scalar_type(), {q.size(0), q.size(1), q.size(2)});
-  // kernels write two elements of 16 bits at once
-  const uintptr_t behind = reinterpret_cast<uintptr_t>(out.data_ptr()) % 4;
-  STD_TORCH_CHECK(behind == 0, "out must be memory that starts at a multiple of 4 bytes, got one that starts ", behind,
-                  " bytes behind it");
+  const uintptr_t behind = reinterpret_cast<uintptr_t>(out.data_ptr()) % word_bytes;
+  STD_TORCH_CHECK(behind == 0, "out must be memory that starts at a multiple of ", word_bytes,
+                  " bytes, got one that starts ", behind, " bytes behind it");
   if (lse) check_constant(*lse, q, "lse", ScalarType::Float, {q.size(0), q.size(1)});
 }
 

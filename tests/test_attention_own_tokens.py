@@ -68,6 +68,18 @@ def test_tiny_own_tokens(dtype, device):
         check(case, device, **own, sliding_window=7)
 
 
+@pytest.mark.parametrize("window", [0, 1, 17])
+@pytest.mark.parametrize("q_lens", [[1, 1], [5, 3], [40, 2], [150, 33]])
+@pytest.mark.parametrize("d", [16, 64, 80, 128, 256, 512])
+def test_prompts_need_no_pages(d, q_lens, window, device):
+    """Their tokens are the call's own, those at the sinks' places, too: block_table has no columns."""
+    config = tt.preset("k4v4u", d, page_size=16, sink_tokens=4, recent_window=5)
+    case = build(config, q_lens, q_lens, dtype=torch.bfloat16, tail=True, store_new=False)
+    own = own_tokens(case, q_lens)
+    case = case._replace(block_table=case.block_table[:, :0].contiguous())
+    check(case, device, **own, sliding_window=window)
+
+
 @pytest.mark.parametrize("q_lens", [[3, 1, 4], [30, 1, 40]])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_own_tokens_stored_before_or_after(dtype, q_lens, device):

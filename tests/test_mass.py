@@ -228,6 +228,17 @@ def test_masses_of_a_call_sum_to_its_rows(tail, own, device):
     assert_close(mass, expected(case, lse, **options))
 
 
+@pytest.mark.parametrize("q_lens", [[1, 1], [5, 3], [40, 2]])
+def test_masses_of_prompts_need_no_pages(q_lens, device):
+    """Their tokens are the call's own, those at the sinks' places, too: block_table has no columns."""
+    case = build(
+        config(sink_tokens=4, recent_window=5), q_lens, q_lens, tail=True, store_new=False
+    )
+    own = dict(zip(("k_new", "v_new"), map(torch.cat, (case.k, case.v)), strict=True))
+    case = case._replace(block_table=case.block_table[:, :0].contiguous())
+    check(case, device, **own)
+
+
 def test_exact_keys_count_with_their_own_scores(device):
     """Sinks and the window of a query come from the tail, older keys and other calls from codes."""
     case = build(

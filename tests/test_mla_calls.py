@@ -163,6 +163,20 @@ def test_an_op_of_a_step_runs_no_python(small):
         assert [code.co_name for code in ours] == ["_derivative_of", "in_forward_mode"]
 
 
+def test_results_start_at_multiples_of_eight_bytes(small):
+    """CUDA kernels write four 16-bit elements at once; any other alignment of tensors is fine."""
+    case, q = small
+    memory = torch.zeros(q[0].numel() + 2)
+    raw_out = torch.ops.turboquant.mla_attention_out.default
+    for out in (memory[2:], memory[:-2]):
+        raw_attend(case, q, raw_out, out=out.view(q[0].shape), lse=torch.empty(2, 2))
+        assert_same_bytes(out.view(q[0].shape), raw_attend(case, q)[0])
+    before = memory.clone()
+    with pytest.raises(RuntimeError, match="multiple of 8 bytes, got one that starts 4 bytes beh"):
+        raw_attend(case, q, raw_out, out=memory[1:-1].view(q[0].shape), lse=torch.empty(2, 2))
+    assert_same_bytes(memory, before)
+
+
 def test_a_lazy_negation_is_not_written(small):
     case, q = small
     with pytest.raises(RuntimeError, match="out must not be a lazy negation"):

@@ -88,6 +88,21 @@ def test_fast_widths(dims, bits, grid, dtype):
             check(case, heads, dtype)
 
 
+@pytest.mark.parametrize("dims", [(512, 64), (256, 32), (128, 32)], ids=str)
+@pytest.mark.parametrize("name", BOTH)
+def test_results_may_start_at_any_multiple_of_eight_bytes(name, dims):
+    config = tt.latent_preset(name, *dims)
+    case = make_case(config, [150, 33], [1, 1], dtype=torch.bfloat16)
+    q = queries(case, 16, torch.bfloat16)
+    memory = torch.full((q[0].numel() + 8,), torch.nan, dtype=torch.bfloat16, device="cuda")
+    out = memory[4:-4].view(q[0].shape)
+    actual = on_device(case, q, out=out)[0]
+    assert torch.equal(actual, on_device(case, q)[0])
+    assert memory[:4].isnan().all() and memory[-4:].isnan().all()
+    with pytest.raises(RuntimeError, match="multiple of 8 bytes, got one that starts 4 bytes beh"):
+        on_device(case, q, out=memory[2:-6].view(q[0].shape))
+
+
 @pytest.mark.parametrize("heads", [16, 32, 64])
 @pytest.mark.parametrize("name", ["k4u", "k5u", "k8", "k4", "k3"])
 def test_many_tokens_that_weigh_the_same(name, heads):

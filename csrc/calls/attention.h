@@ -124,7 +124,7 @@ inline void add_attention(Arguments& memory, const AttentionCall& c, const Tenso
 
 // Checks the tensors that the _out variant writes.
 inline void check_attention_outputs(const AttentionCall& c, const Tensor& out, const OptionalTensor& lse) {
-  check_out_and_lse(out, lse, c.q);
+  check_out_and_lse(out, lse, c.q, 4);
   Arguments memory;
   add_attention(memory, c, out, lse);
   add_stored(memory, c);

@@ -226,7 +226,7 @@ inline format::LatentRecord check_mla_attention(const MlaAttentionCall& c) {
 
 // Checks the tensors that the _out variant writes.
 inline void check_mla_outputs(const MlaAttentionCall& c, const Tensor& out, const OptionalTensor& lse) {
-  check_out_and_lse(out, lse, c.q_latent);
+  check_out_and_lse(out, lse, c.q_latent, 8);
   Arguments memory;
   memory.writes(out, "out");
   memory.writes(lse, "lse");

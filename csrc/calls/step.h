@@ -58,7 +58,7 @@ void store_and_attend(const StepCall& step, const Tensor& out, const OptionalTen
                         .sink_tokens = c.sink_tokens};
   const StoreLayer layer = layer_of(store);
   const Store stores = prepare_store(layer, store);
-  check_out_and_lse(out, lse, c.q);
+  check_out_and_lse(out, lse, c.q, 4);
   Arguments memory;
   add_shared(memory, store);
   add_layer(memory, layer);

@@ -74,7 +74,8 @@ class MatrixRows {
 
 // ---- Store ----------------------------------------------------------------------------------------------------------
 
-constexpr int kStoreThreads = 512;  // of a block
+// Warps of a block that stores. Many hide latencies, though registers spill then. At least some fill the table.
+constexpr int kMostStoreWarps = 32, kLeastStoreWarps = 16;
 
 // A token's row of the tail. A warp calls it.
 __device__ __forceinline__ void store_exact(const LatentStore& a, const LatentLanes& shape, int64_t token, uint8_t* to,
@@ -91,7 +92,7 @@ __device__ __forceinline__ void store_exact(const LatentStore& a, const LatentLa
 }
 
 // A warp stores a token. count: tokens that a block has at a time. Its other threads only help to fill the table.
-__global__ void __launch_bounds__(kStoreThreads)
+__global__ void __launch_bounds__(32 * kMostStoreWarps)
     store_latents(const __grid_constant__ LatentStore a, const __grid_constant__ LatentLanes shape,
                   const __grid_constant__ int count) {
   let_next_kernel_begin();  // the next kernel is usually mla_attention's
@@ -171,10 +172,11 @@ void store_tokens(const MlaStoreCall& c, const format::LatentRecord& record) {
   // A block for each multiprocessor, or fewer: it fills its table once, for all tokens that it stores.
   const int64_t multiprocessors = device.facts.multiprocessors;
   const int64_t each = divide_up(a.tokens, multiprocessors);
-  const int count = static_cast<int>(std::min<int64_t>(each, kStoreThreads / 32));
+  const int count = static_cast<int>(std::min<int64_t>(each, kMostStoreWarps));
   const unsigned blocks = static_cast<unsigned>(std::min(divide_up(a.tokens, count), multiprocessors));
   const int words = count * 2 * a.layout.octets + CandidateTable::room(d);
-  store_latents<<<blocks, kStoreThreads, 4 * words, launch.stream()>>>(a, shape, count);
+  const int threads = 32 * std::max(count, kLeastStoreWarps);
+  store_latents<<<blocks, threads, 4 * words, launch.stream()>>>(a, shape, count);
   launch.check("mla_store");
 }
 

@@ -84,7 +84,7 @@ class MassBlock {
       exact_.select(a_, work_.sequence, first, last);
       steps_ = (exact_.count + kStepKeys - 1) / kStepKeys;
     } else {
-      begin_ = max(first.coded_begin(), begin), end_ = min(last.recent, end);
+      begin_ = max(general::coded_begin(first, last), begin), end_ = min(last.recent, end);
       all_begin_ = max(begin_, last.coded_begin()), all_end_ = min(end_, first.recent);
       aligned_begin_ = begin_ / kStepKeys * kStepKeys;
       steps_ = end_ > begin_ ? (end_ - aligned_begin_ + kStepKeys - 1) / kStepKeys : 0;

@@ -18,7 +18,7 @@ class PageStages {
   // The keys that some row sees. The limits of visible keys grow with the position, so the first and the last row know
   // them.
   __device__ __forceinline__ void select(const VisibleKeys& first, const VisibleKeys& last) {
-    begin_ = first.coded_begin(), end_ = last.recent;
+    begin_ = coded_begin(first, last), end_ = last.recent;
     aligned_begin_ = begin_ / S::kKeys * S::kKeys;
     steps_ = end_ > begin_ ? (end_ - aligned_begin_ + S::kKeys - 1) / S::kKeys : 0;
   }

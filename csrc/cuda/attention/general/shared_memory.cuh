@@ -33,6 +33,10 @@ struct VisibleKeys {
   __device__ __forceinline__ int coded_begin() const { return max(first, sinks); }
   __device__ __forceinline__ int recent_begin() const { return max(first, recent); }
 };
+// Where the keys in codes begin that any row from `first` to `last` sees. A row that stands among the sinks sees none.
+__device__ __forceinline__ int coded_begin(const VisibleKeys& first, const VisibleKeys& last) {
+  return max(first.first, last.sinks);
+}
 
 // The small arrays, whose size does not depend on the head dimension or the format.
 template <typename S>
