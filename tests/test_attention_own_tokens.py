@@ -80,6 +80,15 @@ def test_prompts_need_no_pages(d, q_lens, window, device):
     check(case, device, **own, sliding_window=window)
 
 
+def test_a_window_of_one_token_needs_no_page(device):
+    """Each query sees itself alone, in the middle of a page, too: no page of older tokens is read."""
+    config = tt.preset("k4v4u", 64, page_size=16)
+    q_lens = [2, 1, 1]
+    case = build(config, [90, 17, 33], q_lens, store_new=False)
+    case = case._replace(block_table=torch.full_like(case.block_table, -7))
+    check(case, device, **own_tokens(case, q_lens), sliding_window=1)
+
+
 @pytest.mark.parametrize("q_lens", [[3, 1, 4], [30, 1, 40]])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_own_tokens_stored_before_or_after(dtype, q_lens, device):

@@ -93,12 +93,13 @@ inline TailView checked_tail(const Tensor& tail, const OptionalTensor& tail_slot
           .d = d};
 }
 
-// Checks the page ids that keys [first_key, end_key) of sequence s are read from. table: its row of max_pages ids
+// Checks the page ids that keys [first_key, end_key) of sequence s are read from, which may be none. table: its row of
+// max_pages ids
 inline void check_pages(const int32_t* table, int64_t max_pages, int64_t num_pages, int page_size, int64_t s,
                         int64_t first_key, int64_t end_key) {
   STD_TORCH_CHECK(end_key <= max_pages * page_size, "sequence ", s, " has ", end_key,
                   " tokens but block_table has room for ", max_pages * page_size);
-  for (int64_t p = first_key / page_size; p * page_size < end_key; ++p) {
+  for (int64_t p = first_key / page_size; first_key < end_key && p * page_size < end_key; ++p) {
     STD_TORCH_CHECK(table[p] >= 0 && table[p] < num_pages, "block_table names page ", table[p], " for sequence ", s,
                     ", supported: ", range_text(0, num_pages - 1));
   }
