@@ -72,7 +72,7 @@ def test_tiny_own_tokens(dtype, device):
 @pytest.mark.parametrize("q_lens", [[1, 1], [5, 3], [40, 2], [150, 33]])
 @pytest.mark.parametrize("d", [16, 64, 80, 128, 256, 512])
 def test_prompts_need_no_pages(d, q_lens, window, device):
-    """Their tokens are the call's own, those at the sinks' places, too: block_table has no columns."""
+    """Their tokens are the call's own, the sinks, too: block_table has no columns."""
     config = tt.preset("k4v4u", d, page_size=16, sink_tokens=4, recent_window=5)
     case = build(config, q_lens, q_lens, dtype=torch.bfloat16, tail=True, store_new=False)
     own = own_tokens(case, q_lens)
@@ -81,7 +81,7 @@ def test_prompts_need_no_pages(d, q_lens, window, device):
 
 
 def test_a_window_of_one_token_needs_no_page(device):
-    """Each query sees itself alone, in the middle of a page, too: no page of older tokens is read."""
+    """Each query sees itself alone, also amid a page: no page of older tokens is read."""
     config = tt.preset("k4v4u", 64, page_size=16)
     q_lens = [2, 1, 1]
     case = build(config, [90, 17, 33], q_lens, store_new=False)

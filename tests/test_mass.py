@@ -230,7 +230,7 @@ def test_masses_of_a_call_sum_to_its_rows(tail, own, device):
 
 @pytest.mark.parametrize("q_lens", [[1, 1], [5, 3], [40, 2]])
 def test_masses_of_prompts_need_no_pages(q_lens, device):
-    """Their tokens are the call's own, those at the sinks' places, too: block_table has no columns."""
+    """Their tokens are the call's own, the sinks, too: block_table has no columns."""
     case = build(config(sink_tokens=4, recent_window=5), q_lens, q_lens, tail=True, store_new=False)
     own = dict(zip(("k_new", "v_new"), map(torch.cat, (case.k, case.v)), strict=True))
     case = case._replace(block_table=case.block_table[:, :0].contiguous())

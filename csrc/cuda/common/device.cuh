@@ -320,8 +320,8 @@ __device__ __forceinline__ void with_float_type(Dtype dtype, Fn&& fn) {
   }
 }
 
-// The same for one of the 16-bit types. (Kernels of row tiles are compiled for one of them, but ask at run time, too: so
-// those of both have the same instructions, and compressed together they take little more room than one.)
+// The same for one of the 16-bit types. (Kernels of row tiles are compiled for one of them, but ask at run time, too:
+// so those of both have the same instructions, and compressed together they take little more room than one.)
 template <typename Fn>
 __device__ __forceinline__ void with_16_bit_type(Dtype dtype, Fn&& fn) {
   if (dtype == Dtype::kFloat16) {

@@ -1,7 +1,7 @@
-// Attention to few exact keys, of sequences that have few queries, too: a row is a warp's, which reads its query and the
-// keys from where they are and computes in float32. A key joins the row as a partial result does. The blocks that do
-// this belong to the kernel that prepares queries. Units of exact keys (exact.cuh) would take as many instructions and
-// barriers for two keys as for 32, and their block as long again as for its codes.
+// Attention to few exact keys, of sequences that have few queries, too: a row is a warp's, which reads its query and
+// the keys from where they are and computes in float32. A key joins the row as a partial result does. The blocks that
+// do this belong to the kernel that prepares queries. Units of exact keys (exact.cuh) would take as many instructions
+// and barriers for two keys as for 32, and their block as long again as for its codes.
 //
 // All scores come first, and keys are read again for the sums: with the registers for both, these blocks would leave no
 // room for those of the next kernel, which begin beside them. Every address and every loop is there once: code counts,

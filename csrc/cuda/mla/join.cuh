@@ -59,8 +59,8 @@ __device__ __noinline__ void write_results_apart(const Latents& x, const Plan& p
   write_results<S, 1>(BlockView(x, plan, nullptr), segment, shared, whole);
 }
 
-// Adds rows at(0) to at(count - 1), of which there are up to MOST, into `sum`, by all threads of a block of join_kernel,
-// each for its channels. All are read at once.
+// Adds rows at(0) to at(count - 1), of which there are up to MOST, into `sum`, by all threads of a block of
+// join_kernel, each for its channels. All are read at once.
 template <int R, int MOST, typename At>
 __device__ __forceinline__ void add_rows(int count, float* sum, At&& at) {
   constexpr int kEach = (R + 32 * kJoinWarps - 1) / (32 * kJoinWarps);

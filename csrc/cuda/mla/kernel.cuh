@@ -4,9 +4,9 @@
 // The blocks of a fixed grid share a flat list of units of 64 keys as those of split-KV do (attention/schedule.cuh).
 // Each leaves a partial result for every segment that it had a part of.
 //
-// Three kernels overlap: one prepares queries and attends to few exact keys, this one attends to the rest, and one joins
-// partial results in order; where there are more segments than blocks, the last of the blocks that share a segment does
-// that instead, unless they are many.
+// Three kernels overlap: one prepares queries and attends to few exact keys, this one attends to the rest, and one
+// joins partial results in order; where there are more segments than blocks, the last of the blocks that share a
+// segment does that instead, unless they are many.
 //
 // How a block attends to the codes of a segment is its roles': those of its warpgroups, or of its warps, which divide
 // the work.
