@@ -13,7 +13,7 @@ graph, compared with an empty kernel, in a graph of one node (the cost of a laun
 a graph of 100.
 
     python benchmarks/bench_codec.py                  everything, into results/h200_codec.json
-    python benchmarks/bench_codec.py --only score     rows whose name matches, printed only
+    python benchmarks/bench_codec.py --only score     rows whose name matches, merged into the file
     python benchmarks/bench_codec.py --device cpu     small sizes, printed only (see bench_cpu.py)
 """
 
@@ -602,15 +602,15 @@ def decode_step(name: str, store: Callable[[], object], repeats: int) -> dict[st
 
 def main() -> None:
     options = common.parser(__doc__)
-    options.add_argument("--only", help="regular expression of row names; writes no result file")
+    options.add_argument("--only", help="regular expression of row names")
     options.add_argument("--repeats", type=int, default=21, help="default: %(default)s")
     arguments = options.parse_args()
     wanted = re.compile(arguments.only or "")
     device = torch.device(arguments.device)
-    arguments.dry_run |= arguments.only is not None or device.type != "cuda"
+    arguments.dry_run |= device.type != "cuda"
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True  # what eager code would choose
-    rows, timer, results = Rows(device), Timer(device, arguments.repeats), []
+    rows, timer, results, names = Rows(device), Timer(device, arguments.repeats), [], []
 
     print(f"{common.device_name(device)}, torch {torch.__version__}")
     print(
@@ -619,6 +619,7 @@ def main() -> None:
     )
     with torch.no_grad():
         for row in rows.all():
+            names.append(row.name)
             if not wanted.search(row.name):
                 continue
             r = measure(row, timer)
@@ -635,6 +636,7 @@ def main() -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         for name, make in decode_steps(rows) if device.type == "cuda" else ():
+            names.append(name)
             if wanted.search(name):
                 r = decode_step(name, make(), arguments.repeats)
                 results.append(r)
@@ -644,7 +646,10 @@ def main() -> None:
                     f"({r['empty_us_node']:.2f})",
                     flush=True,
                 )
-    common.write_rows("h200_codec", results, arguments)
+    if arguments.only is None:
+        common.write_rows("h200_codec", results, arguments)
+    else:
+        common.write_progress("h200_codec", results, "row", arguments, order=names)
 
 
 if __name__ == "__main__":
