@@ -1,5 +1,7 @@
 """Models whose attention differs: windows, soft caps, biased keys; and layers with own presets."""
 
+import json
+
 import pytest
 import torch
 
@@ -77,6 +79,16 @@ def test_a_file_of_centers(biased, tmp_path):
     assert f"Centers: centers from {file} (sha256 " in lines[0]
     for p, answer in zip(PROMPTS, answers, strict=True):
         replay(reference, p, answer)
+
+
+def test_layers_that_run_twice_are_refused(tmp_path):
+    """IQuest-LoopCoder has an attention of each layer for every run of it."""
+    save_llama(tmp_path, hidden_size=128, num_attention_heads=4, num_hidden_layers=2)
+    other = {"architectures": ["IQuestLoopCoderForCausalLM"], "loop_num": 2}
+    options = {"json_model_override_args": json.dumps(other), "load_format": "dummy"}
+    with pytest.raises(ValueError, match="layers with several attentions are not supported"):
+        with engine(tmp_path, **options):
+            pass
 
 
 def test_layers_with_presets_of_their_own(tmp_path):

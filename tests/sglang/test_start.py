@@ -392,11 +392,15 @@ def test_two_backends_are_refused():
         ({"head_dim": 100}, "head_dim is 100, supported in page records: .*: choose another"),
         ({"v_head_dim": 128}, "keys have 64 channels and values 128: choose another"),
         ({"is_generation": False}, "models that do not generate by a decoder"),
+        (
+            {"layer_info": SimpleNamespace(num_effective_layers=4)},
+            "layers with several attentions are not supported: choose another",
+        ),
     ],
 )
 def test_models_that_are_refused(changes, text):
     model = {"head_dim": 64, "v_head_dim": 64, "is_generation": True, "is_encoder_decoder": False}
-    model["full_attention_layer_ids"] = [1]
+    model["full_attention_layer_ids"], model["num_hidden_layers"] = [1], 2
     model["swa_head_dim"] = model["swa_v_head_dim"] = 64
     model["hf_config"] = SimpleNamespace(architectures=["MiMoV2ForCausalLM"])
     kvc = {
@@ -406,6 +410,7 @@ def test_models_that_are_refused(changes, text):
         "is_hybrid_swa": False,
         "is_hybrid_swa_compress": False,
         "post_capture_kv_active": False,
+        "layer_info": SimpleNamespace(num_effective_layers=2),
         "device": "cpu",
         "model_dtype": torch.float32,
         "kv_cache_dtype": torch.float32,

@@ -171,6 +171,18 @@ def test_biased_keys_need_centers(biased, multimodal):
         assert "Centers: none; seed" in lines[0]
 
 
+def test_layers_that_run_twice_are_refused(tmp_path):
+    """IQuest-LoopCoder's second run attends without keys of its own to those of the first one."""
+    save_llama(tmp_path, hidden_size=128, num_attention_heads=4, num_hidden_layers=2)
+    options = {
+        "hf_overrides": {"architectures": ["IQuestLoopCoderForCausalLM"]},
+        "load_format": "dummy",  # with weights that Llama has not
+    }
+    with pytest.raises(Exception, match=r"layers\.2\..* is one of several attentions of a layer"):
+        with engine(tmp_path, {"learn": False}, **options):
+            pass
+
+
 def test_layers_with_presets_of_their_own(tmp_path):
     llama = save_llama(tmp_path)
     middle, last = ("k8v4", "k5v4u") if ON_GPU else ("k3v2", "k4v4")

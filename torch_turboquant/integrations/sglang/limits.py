@@ -152,6 +152,8 @@ def wrong_model(kvc: Any, args: Any) -> list[str]:
             "drafts for a model with linear attention are not supported, because they have not "
             "been tested: leave out --speculative-algorithm"
         )
+    if kvc.layer_info.num_effective_layers > model.num_hidden_layers:  # IQuest-LoopCoder
+        found.append(f"layers with several attentions are not supported: {ELSEWHERE}")
     if kvc.is_hybrid_swa:
         found += wrong_pools(kvc, args)
     if kvc.post_capture_kv_active:

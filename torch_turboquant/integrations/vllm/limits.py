@@ -48,11 +48,25 @@ def layer_index(name: str) -> int:
             f"layer it is: {ELSEWHERE}"
         )
     if len(numbers) > 1:
-        raise ValueError(
-            f"torch_turboquant: {name} is one of several attentions of a layer, which this backend "
-            f"does not support: {ELSEWHERE}"
-        )
+        raise _several_attentions(name)
     return numbers[0]
+
+
+def check_layer_number(name: str, number: int, layers: int) -> None:
+    """Raises ValueError for a layer behind the last one of its model, which nobody drafts with.
+
+    Models that run their layers several times (IQuest-LoopCoder) number the attentions of later
+    runs on, and read keys of the first run there without any of their own.
+    """
+    if number >= layers:
+        raise _several_attentions(name)
+
+
+def _several_attentions(name: str) -> ValueError:
+    return ValueError(
+        f"torch_turboquant: {name} is one of several attentions of a layer, which this backend "
+        f"does not support: {ELSEWHERE}"
+    )
 
 
 def wrong_cache_dtype(kv_cache_dtype: str) -> str | None:

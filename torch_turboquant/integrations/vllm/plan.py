@@ -97,6 +97,8 @@ class Plan:
         Some models number the layers that draft (MTP) on from their own ones, and some anew.
         """
         number = limits.layer_index(name)
+        if not (drafts or self.is_draft):
+            limits.check_layer_number(name, number, self.layers)
         return number + self.layers if drafts and number < self.layers else number
 
     def config(self, layer: int, head_dim: int) -> CacheConfig:
