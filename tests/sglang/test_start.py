@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from torch.overrides import TorchFunctionMode
 
 sglang = pytest.importorskip("sglang", reason="needs SGLang: make sglang")
@@ -143,7 +144,7 @@ def test_hooks_are_in_place():
     hooks.check("0")
 
 
-@pytest.mark.parametrize("target", hooks.HOOKS)
+@pytest.mark.parametrize("target", [*hooks.HOOKS, hooks._first(hooks.SETTLING)])
 def test_a_hook_that_is_not_there(target, monkeypatch):
     load_plugins()
     path, _, method = target.rpartition(".")
@@ -329,6 +330,18 @@ def test_arguments_that_are_refused(options, text):
     assert limits.wrong_arguments(SimpleNamespace(**plain)) == []
     (found,) = limits.wrong_arguments(SimpleNamespace(**{**plain, **options}))
     assert re.match(text, found)
+
+
+@pytest.mark.parametrize("settings", [None, {"preset": "k8v8"}])
+def test_a_model_that_sglang_gives_another_backend(tmp_path, settings):
+    """HRM-Text, whose prompts' tokens see each other, has Triton's whatever is asked for."""
+    shape = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4}
+    transformers.HrmTextConfig(**shape, architectures=["HrmTextForCausalLM"]).save_pretrained(
+        tmp_path
+    )
+    text = "SGLang has put the attention backend triton in the place of turboquant, as the only one"
+    with pytest.raises(ValueError, match=text), engine(tmp_path, settings):
+        pass
 
 
 @pytest.mark.parametrize("algorithm", limits.DRAFTING)

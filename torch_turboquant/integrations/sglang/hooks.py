@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 
+from torch_turboquant.integrations.engine.limits import ELSEWHERE
 from torch_turboquant.integrations.sglang.arguments import chosen
 from torch_turboquant.integrations.sglang.plan import plan_of
-from torch_turboquant.integrations.sglang.settings import is_ours
+from torch_turboquant.integrations.sglang.settings import backends_of, is_ours
 from torch_turboquant.integrations.sglang.versions import TESTED
 
 Original = Callable[..., Any]
 
+SETTLING = (
+    "sglang.srt.server_args.ServerArgs.resolve_once",
+    "sglang.srt.server_args.ServerArgs.__post_init__",
+)
+"""Where newer and older versions of SGLang settle the arguments of the server."""
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 CELLS = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 TWO_CELLS = "sglang.srt.model_executor.pool_configurator.HybridSWAPoolConfigurator"
@@ -35,6 +41,22 @@ PREFIX_METHOD = "swa_reprefill_tail_tokens"
 
 class Probe:
     """In place of an object of SGLang, for a method that is expected to have a hook."""
+
+
+def settle_arguments(original: Original, server_args: Any) -> None:
+    """What SGLang chooses where nothing was given, and for single models against what was.
+
+    Raises:
+        ValueError: another attention backend is in the place of ours.
+    """
+    asked = backends_of(server_args)
+    original(server_args)
+    for before, after in zip(asked, backends_of(chosen(server_args)), strict=True):
+        if is_ours(before) and not is_ours(after):
+            raise ValueError(
+                f"torch_turboquant: SGLang has put the attention backend {after} in the place of "
+                f"{before}, as the only one for this model or one of its options: {ELSEWHERE}"
+            )
 
 
 def build_pool(original: Original, kvc: Any, **arguments: Any) -> Any:
@@ -214,7 +236,7 @@ def register() -> None:
     """Tells SGLang of the hooks, once; it applies them when all plug-ins are loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for target, hook in HOOKS.items():
+    for target, hook in {**HOOKS, _first(SETTLING): settle_arguments}.items():
         HookRegistry.register(target, _with_probe(hook), HookType.AROUND)
     for hook, targets in JUDGING_HOOKS:
         there = [target for target in targets if _resolve(target) is not None]
@@ -241,7 +263,7 @@ def check(version: str, ngrams: bool = False) -> None:
     """
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
-    wanted = [*HOOKS, *NGRAM_HOOKS] if ngrams else [*HOOKS]
+    wanted = [_first(SETTLING), *HOOKS, *(NGRAM_HOOKS if ngrams else ())]
     missing = [target for target in wanted if not _took(_resolve(target))]
     for tree in _subclasses(BasePrefixCache):
         own = vars(tree).get(PREFIX_METHOD)
@@ -263,6 +285,11 @@ def _with_probe(hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook(original, owner, *arguments, **more)
 
     return answer
+
+
+def _first(targets: Sequence[str]) -> str:
+    """The first method that this version has, or else the last."""
+    return next((target for target in targets if _resolve(target) is not None), targets[-1])
 
 
 def _resolve(target: str) -> Any:
