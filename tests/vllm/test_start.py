@@ -107,6 +107,19 @@ def test_presets_named_by_the_dtype(folder):
     assert lines[0].startswith("TurboQuant: preset k4v2, ")
 
 
+def test_a_model_that_is_not_causal_is_refused_when_it_starts(tmp_path):
+    """HRM-Text, whose prompts' tokens see each other."""
+    shape = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 2}
+    config = transformers.HrmTextConfig(
+        **shape, num_hidden_layers=1, architectures=["HrmTextForCausalLM"], eos_token_id=None
+    )
+    config.save_pretrained(tmp_path)
+    text = "attention that is not causal is not supported: choose another"
+    with pytest.raises(Exception, match=text):
+        with engine(tmp_path, {}, load_format="dummy"):
+            pass
+
+
 def test_block_sizes(folder):
     """Codes do not depend on pages. Blocks of 256 tokens are two pages each."""
     answers = []

@@ -24,6 +24,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from torch_turboquant.config import NAMED_PRESETS, PRESETS
 from torch_turboquant.integrations.engine import centers, pages
 from torch_turboquant.integrations.vllm.choice import MODULE, OWN_NAME
+from torch_turboquant.integrations.vllm.limits import NOT_CAUSAL
 from torch_turboquant.integrations.vllm.settings import DTYPE_PREFIX
 from torch_turboquant.integrations.vllm.versions import find_interface
 
@@ -140,13 +141,16 @@ def packed_spec(spec: Any, bytes_per_token: int) -> Any:
 def set_page_bytes(
     layer: Any, bytes_per_token: Callable[[], int], tokens_of_block: Callable[[int], int]
 ) -> None:
-    """Lets vLLM allocate pages of packed tokens for this layer; called before it asks for specs.
+    """Lets vLLM allocate pages of packed tokens for this layer; called before it asks for specs,
+    which raises ValueError for a layer that is not causal.
 
     tokens_of_block: of the layer's blocks, from the number that vLLM has chosen.
     """
 
     def get_kv_cache_spec(vllm_config: Any) -> Any:
         spec = type(layer).get_kv_cache_spec(layer, vllm_config)
+        if getattr(spec, "non_causal", False):  # HRM-Text: no step of it would be causal
+            raise ValueError(NOT_CAUSAL)
         if spec is not None:
             spec = replace(spec, block_size=tokens_of_block(spec.block_size))
         return None if spec is None else packed_spec(spec, bytes_per_token())

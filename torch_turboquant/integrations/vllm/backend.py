@@ -31,7 +31,6 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from torch_turboquant.config import CacheConfig
 from torch_turboquant.integrations.engine.limits import (
-    ELSEWHERE,
     refuse,
     wrong_dtype,
     wrong_head_dim,
@@ -238,9 +237,7 @@ class TurboQuantMetadataBuilder(AttentionMetadataBuilder[TurboQuantMetadata]):
     ) -> TurboQuantMetadata:
         m = common_attn_metadata
         if m.causal is not True:
-            raise ValueError(
-                f"torch_turboquant: attention that is not causal is not supported: {ELSEWHERE}"
-            )
+            raise ValueError(limits.NOT_CAUSAL)
         if self.learning is not None and not self.learning.decided:
             said = self.learning.see(m, self.reorder_batch_threshold)
             if said:

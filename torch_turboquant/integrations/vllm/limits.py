@@ -28,6 +28,8 @@ CACHE_DTYPES = ("auto", "float16", "bfloat16")
 _VERSIONS = " or ".join(f"{i.first[0]}.{i.first[1]}" for i in INTERFACES if i.latents)
 NO_LATENTS = f"models with latent attention (MLA) need vLLM {_VERSIONS}: {ELSEWHERE}"
 
+NOT_CAUSAL = f"torch_turboquant: attention that is not causal is not supported: {ELSEWHERE}"
+
 BOTH_WAYS = (
     "tokens of a picture see each other in this model, and attention that is not causal is not "
     "supported: pass --language-model-only to serve text alone (on a GPU from vLLM 0.28 on), or "
