@@ -171,6 +171,16 @@ def test_biased_keys_need_centers(biased, multimodal):
         assert "Centers: none; seed" in lines[0]
 
 
+def test_biased_keys_of_one_matrix_with_queries_and_values(tmp_path):
+    """GPT-NeoX, which vLLM runs as transformers has it."""
+    shape = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
+    config = transformers.GPTNeoXConfig(**{**shape, "hidden_size": 128})
+    save(randomise(transformers.GPTNeoXForCausalLM(config)), tmp_path)
+    with pytest.raises(Exception, match="the keys of layer 0 have a bias"):
+        with engine(tmp_path, {"preset": "k5v4u", "learn": False}):
+            pass
+
+
 def test_layers_that_run_twice_are_refused(tmp_path):
     """IQuest-LoopCoder's second run attends without keys of its own to those of the first one."""
     save_llama(tmp_path, hidden_size=128, num_attention_heads=4, num_hidden_layers=2)

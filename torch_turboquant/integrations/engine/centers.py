@@ -15,6 +15,9 @@ from torch_turboquant import centers as files
 from torch_turboquant.ops.codec import scaled_center
 
 _FORMER_NAME = "turboquant_centers.safetensors"
+_PROJECTIONS = ("k_proj", "query_key_value")
+"""Of keys, and of queries, keys and values in one that is none of an engine's own layers for that,
+as engines have it in models of transformers (GPT-NeoX)."""
 
 
 def find_file(model_folder: str | os.PathLike[str], given: str | None) -> Path | None:
@@ -51,7 +54,7 @@ def keys_have_bias(attention: torch.nn.Module, packed: type[torch.nn.Module]) ->
     return any(
         getattr(module, "bias", None) is not None
         for name, module in attention.named_children()
-        if name == "k_proj" or isinstance(module, packed)
+        if name in _PROJECTIONS or isinstance(module, packed)
     )
 
 
