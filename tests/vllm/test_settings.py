@@ -152,6 +152,7 @@ def test_what_layers_may_be():
     assert layer_problems(dtype=torch.float32, on_cpu=True) == []
     assert layer_problems(head_dim=256, cache="bfloat16", sinks=None) == []
     assert layer_problems(cache="tq_k5v4u") == []
+    assert layer_problems(chunk_lookback=-1) == []  # Rnj-1, none of whose layers has chunks
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,7 @@ def test_what_layers_may_be():
         ({"kind": "encoder_only"}, "encoder_only attention is not supported"),
         ({"kind": Kind.ENCODER_ONLY}, "encoder_only attention is not supported"),
         ({"indexer": 1}, "the option indexer of attention is not supported"),
+        ({"chunk_lookback": 1}, "the option chunk_lookback of attention is not supported"),
     ],
 )
 def test_layers_that_are_refused(changes, text):

@@ -28,6 +28,10 @@ CACHE_DTYPES = ("auto", "float16", "bfloat16")
 _VERSIONS = " or ".join(f"{i.first[0]}.{i.first[1]}" for i in INTERFACES if i.latents)
 NO_LATENTS = f"models with latent attention (MLA) need vLLM {_VERSIONS}: {ELSEWHERE}"
 
+_OFF = {"chunk_lookback": -1}
+"""Options of attention that models give also where they do not use them, and what they say then:
+Rnj-1, whose layers may attend within chunks."""
+
 NOT_CAUSAL = f"torch_turboquant: attention that is not causal is not supported: {ELSEWHERE}"
 
 BOTH_WAYS = (
@@ -156,7 +160,7 @@ def _wrong_options(extra: Mapping[str, Any]) -> list[str]:
     return [
         f"the option {name} of attention is not supported: {ELSEWHERE}"
         for name, value in extra.items()
-        if value is not None
+        if value is not None and value != _OFF.get(name)
     ]
 
 
