@@ -55,6 +55,23 @@ def test_bad_argument(name, bad):
         assert_same_bytes(t, old)
 
 
+@pytest.mark.parametrize("name", [n for n in GOOD if "config" in GOOD[n]])
+def test_objects_of_another_kind(name):
+    """The name of a preset, what belongs to the other caches, or a ring that no Tail is made of."""
+    latents = name.startswith("mla_")
+    config, tables = ("LatentConfig", "LatentTables") if latents else ("CacheConfig", "CacheTables")
+    other = GOOD["cache_store" if latents else "mla_store"]
+    for argument, kind, wrong in (
+        ("config", config, ["k4v4", other["config"]]),
+        ("tables", tables, [None, other["tables"], GOOD[name]["config"]]),
+        ("tail", "Tail", [TAIL.ring, TAIL.ring[0]]),
+    ):
+        for value in wrong if argument in GOOD[name] else []:
+            text = f"{argument} must be a {kind}, got {type(value).__name__}"
+            with pytest.raises(TypeError, match=text):
+                public(name, {**GOOD[name], argument: value})
+
+
 class Odd:
     """What the raw ops read of a LatentConfig, which would refuse these numbers."""
 

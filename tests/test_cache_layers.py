@@ -129,6 +129,7 @@ def _with_last(items, wrong):
         (lambda x: {"caches": x.caches * 2}, ValueError, "caches are of 4 layers, k of 2"),
         (lambda x: {"tables": x.tables[:1]}, ValueError, "tables are of 1 layers, k of 2"),
         (lambda x: {"tails": x.tails(x.rings)[:1]}, ValueError, "tails are of 1 layers, k of 2"),
+        (lambda x: {"tails": x.rings}, TypeError, "tails must be a Tail, got Tensor"),
         (
             lambda x: {"v": _with_last(x.v, x.v[1].float())},
             TypeError,

@@ -44,6 +44,12 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
+def check_kind(name: str, value: object, kind: type) -> None:
+    """An object of the package, whose fields are read next."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+
+
 def check_dtype(name: str, t: Any, allowed: tuple[torch.dtype, ...]) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")

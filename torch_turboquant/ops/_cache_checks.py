@@ -78,6 +78,7 @@ def check_pages(
     cache: Tensor, device: torch.device, config: CacheConfig, kv_heads: int | None
 ) -> None:
     """uint8 [num_pages, kv_heads, record_bytes], pages contiguous."""
+    _checks.check_kind("config", config, CacheConfig)
     shape = (None, kv_heads, config.record_bytes)
     _checks.check_entries("cache", cache, device, torch.uint8, shape)
 
@@ -90,6 +91,7 @@ def check_tables(
     steps_too: bool = True,
 ) -> None:
     """Constants that make_tables could have made for this config; ops that read have no steps."""
+    _checks.check_kind("tables", tables, CacheTables)
     d = config.head_dim
     _checks.check_constant("key_signs", tables.key_signs, device, torch.float32, (d,))
     _checks.check_constant("value_signs", tables.value_signs, device, torch.float32, (d,))
@@ -109,6 +111,7 @@ def parts_of_tail(tail: Tail | None) -> tuple[Tensor | None, Tensor | None, Tens
     """Its ring, slots and valid, None where there is no tail."""
     if tail is None:
         return None, None, None
+    _checks.check_kind("tail", tail, Tail)
     if tail.ring is None:
         raise TypeError("tail has no ring: give None for a call without a tail")
     return tail.ring, tail.slots, tail.valid
@@ -168,6 +171,7 @@ def check_same_centers(tables: CacheTables, first: CacheTables) -> None:
 
 def check_values(k: Tensor, v: Tensor, device: torch.device, config: CacheConfig) -> None:
     """Keys and values that belong together; k's dtype and number of dimensions are known."""
+    _checks.check_kind("config", config, CacheConfig)
     if not isinstance(v, Tensor) or v.dtype != k.dtype:
         _checks.check_dtype("v", v, (k.dtype,))
     if k.device != device or v.device != device:

@@ -217,6 +217,7 @@ def cache_store_layers(
         if isinstance(items, Tensor):
             raise TypeError(f"{name} must be a list with a tensor of each layer, got one tensor")
     for tail in tails:
+        _checks.check_kind("tails", tail, Tail)
         if tail.slots is not tails[0].slots:
             raise ValueError("tails of all layers must have the same slots")
     rings = [tail.ring for tail in tails]

@@ -320,6 +320,7 @@ def _check_tables(
     tables: LatentTables, device: torch.device, config: LatentConfig, steps_too: bool = False
 ) -> None:
     """Constants that make_latent_tables could have made for this config."""
+    _checks.check_kind("tables", tables, LatentTables)
     d = config.latent_dim
     if (tables.signs is None) == config.transform:
         raise ValueError(f"signs do not fit the config's transform {config.transform}")
@@ -361,6 +362,7 @@ def _check_store(
     cu_seqlens_q: Tensor | None,
     tail_slots: Tensor | None,
 ) -> None:
+    _checks.check_kind("config", config, LatentConfig)
     _check_latents(("latent", "rope"), latent, rope, config)
     device = latent.device
     _check_cache(cache, device, config)
@@ -388,6 +390,7 @@ def _check_load(
     max_seq_len: int,
     dtype: torch.dtype,
 ) -> None:
+    _checks.check_kind("config", config, LatentConfig)
     _checks.check_dtype("cache", cache, (torch.uint8,))
     device = cache.device
     _check_cache(cache, device, config)
@@ -410,6 +413,7 @@ def _check_attention(
     out: Tensor | None,
     lse: Tensor | None,
 ) -> None:
+    _checks.check_kind("config", config, LatentConfig)
     _checks.check_vectors("q_latent", q_latent, 3)
     device = q_latent.device
     tokens, q_heads, _ = q_latent.shape
