@@ -152,7 +152,7 @@ def test_what_layers_may_be():
     assert layer_problems(dtype=torch.float32, on_cpu=True) == []
     assert layer_problems(head_dim=256, cache="bfloat16", sinks=None) == []
     assert layer_problems(cache="tq_k5v4u") == []
-    assert layer_problems(chunk_lookback=-1) == []  # Rnj-1, none of whose layers has chunks
+    assert layer_problems(chunk_lookback=-1) == []  # layers of Rnj-1 without chunks
 
 
 @pytest.mark.parametrize(
