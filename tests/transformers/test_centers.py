@@ -373,6 +373,19 @@ def test_a_center_for_other_layers():
             TurboQuantCache.for_model(model, center=center)
 
 
+@pytest.mark.parametrize(
+    ("center", "error", "text"),
+    [
+        (np.zeros((3, 2, 32), np.float32), ValueError, "center is of type ndarray, supported: "),
+        ([np.zeros((2, 32), np.float32)] * 3, TypeError, "layer 0 must be a tensor, got ndarray"),
+        ([torch.zeros(2, 32), 1, 2], TypeError, "center of layer 1 must be a tensor, got int"),
+    ],
+)
+def test_centers_that_are_no_tensors(center, error, text):
+    with pytest.raises(error, match=text):
+        TurboQuantCache.for_model(make_model(), center=center)
+
+
 def test_a_center_is_learned_by_default():
     """From the first prefill; biased keys lose three times as much without one."""
     model, ids = make_model("qwen2", num_hidden_layers=1), make_ids(120)

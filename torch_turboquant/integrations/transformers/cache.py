@@ -614,20 +614,29 @@ def _given_centers(center: Any, model: nn.Module) -> Centers | None:
         return center
     if isinstance(center, Sequence) and not isinstance(center, str):
         return center
+    short = isinstance(center, (str, os.PathLike, int))
+    got = repr(str(center)) if short else f"of type {type(center).__name__}"
     raise ValueError(
-        f"center is {str(center)!r}, supported: 'auto', 'mean', 'none' (off), a tensor per layer, "
+        f"center is {got}, supported: 'auto', 'mean', 'none' (off), a tensor per layer, "
         "or the path of a file of save_centers; there is no such file"
     )
 
 
 def _check_each_layer(known: Centers, windows: Sequence[int | None]) -> None:
-    """Raises ValueError unless there is a center for each packed layer, and for no other."""
-    pairs = known.items() if isinstance(known, Mapping) else enumerate(known)
+    """Raises ValueError unless there is a center for each packed layer, and for no other.
+
+    TypeError: one is no tensor.
+    """
+    pairs = list(known.items() if isinstance(known, Mapping) else enumerate(known))
     have = sorted(layer for layer, tensor in pairs if tensor is not None)
     need = [layer for layer, window in enumerate(windows) if window is not None]
     if have != need:
         got = f"shape {list(known.shape)}" if isinstance(known, Tensor) else have
         raise ValueError(f"center needs one tensor for each of {len(need)} layers, got {got}")
+    for layer, tensor in pairs:
+        if not (tensor is None or isinstance(tensor, Tensor)):
+            kind = type(tensor).__name__
+            raise TypeError(f"center of layer {layer} must be a tensor, got {kind}")
 
 
 def _own(center: str | Centers | None) -> str | Centers | None:
