@@ -239,8 +239,7 @@ def register() -> None:
     for target, hook in {**HOOKS, _first(SETTLING): settle_arguments}.items():
         HookRegistry.register(target, _with_probe(hook), HookType.AROUND)
     for hook, targets in JUDGING_HOOKS:
-        there = [target for target in targets if _resolve(target) is not None]
-        for target in there[:1]:
+        if _resolve(target := _first(targets)) is not None:
             HookRegistry.register(target, hook, HookType.AROUND)
 
 
