@@ -50,9 +50,13 @@ def check_kind(name: str, value: object, kind: type) -> None:
         raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
 
 
+def not_a_tensor(name: str, t: Any) -> TypeError:
+    return TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+
+
 def check_dtype(name: str, t: Any, allowed: tuple[torch.dtype, ...]) -> None:
     if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+        raise not_a_tensor(name, t)
     if t.dtype not in allowed:
         raise TypeError(f"{name} has dtype {_names((t.dtype,))}, supported: {_names(allowed)}")
 

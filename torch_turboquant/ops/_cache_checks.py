@@ -195,7 +195,7 @@ def check_sequences(batch: AttentionBatch, device: torch.device, tokens: int) ->
     """The batch is where the layer is, and has this many tokens if that can be told."""
     seq_lens = batch.seq_lens
     if seq_lens is None:
-        raise TypeError("seq_lens must be a tensor, got NoneType")
+        raise _checks.not_a_tensor("seq_lens", seq_lens)
     if seq_lens.device != device:
         _checks.check_device("seq_lens", seq_lens, device)
     if batch.cu_seqlens_q is None and seq_lens.shape[0] != tokens:

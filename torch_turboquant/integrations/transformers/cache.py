@@ -635,8 +635,7 @@ def _check_each_layer(known: Centers, windows: Sequence[int | None]) -> None:
         raise ValueError(f"center needs one tensor for each of {len(need)} layers, got {got}")
     for layer, tensor in pairs:
         if not (tensor is None or isinstance(tensor, Tensor)):
-            kind = type(tensor).__name__
-            raise TypeError(f"center of layer {layer} must be a tensor, got {kind}")
+            raise _checks.not_a_tensor(f"center of layer {layer}", tensor)
 
 
 def _own(center: str | Centers | None) -> str | Centers | None:
