@@ -74,7 +74,8 @@ class MatrixRows {
 
 // ---- Store ----------------------------------------------------------------------------------------------------------
 
-// Warps of a block that stores. Many hide latencies, though registers spill then. At least some fill the table.
+// Warps of a block that stores: as many as it has tokens at a time, within these limits. More warps hide more latency,
+// which is worth the registers that they spill. Warps without a token help to fill the table.
 constexpr int kMostStoreWarps = 32, kLeastStoreWarps = 16;
 
 // A token's row of the tail. A warp calls it.

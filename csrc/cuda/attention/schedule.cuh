@@ -23,8 +23,8 @@ constexpr int kUnitTokens = 64;  // keys of a unit of codes
 
 // Of a kernel, in units: the shortest part that a segment is cut into; the fewest that exact keys count as, if there
 // are any; and what the end of a segment counts as. Key tiles take longer for each unit than split-KV, and as long for
-// few exact keys as for six units (docs/measurements/performance_key_tiles.md). And how many exact keys, and queries, a
-// sequence has at most whose exact keys no unit has, because another kernel attends to them.
+// few exact keys as for six units (docs/measurements/performance_key_tiles.md). Where a sequence has at most `apart`
+// exact keys and at most `apart` queries, its exact keys belong to no unit: another kernel attends to them.
 struct UnitCosts {
   int least_part, least_exact, end, apart = 0;
 };

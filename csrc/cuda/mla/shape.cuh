@@ -47,7 +47,9 @@ constexpr int kFewParts = 8;        // that a warp of the kernel that joins part
 constexpr int kMostOfWarp = 16;     // parts that a warp adds up where few segments have more, which get several warps
 constexpr int kExactPerUnit = 8;    // exact keys that take as long as a unit of codes, if there are some 70 of them
 
-constexpr int kExactApart = 8;  // exact keys that the kernel which prepares queries attends to (few_exact.cuh)
+// The kernel that prepares queries attends to the exact keys of a sequence that has at most so many of them, and at
+// most so many queries (few_exact.cuh).
+constexpr int kExactApart = 8;
 
 // What units of a kernel cost (attention/schedule.cuh), where the end of a segment takes as long as `end` of them.
 constexpr UnitCosts costs_of_units(int end) { return {2, 1, end, kExactApart}; }
