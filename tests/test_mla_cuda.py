@@ -338,29 +338,35 @@ def repeated(case: Case, copies: int) -> Case:
     )
 
 
-def with_rope(case: Case, rope: torch.Tensor) -> Case:
-    """The case of one sequence, stored again with other raw channels."""
+def stored_again(case: Case, latent: torch.Tensor, rope: torch.Tensor) -> Case:
+    """The case of one sequence, stored again with other latents and raw channels."""
     position = torch.arange(case.lengths[0])
     pages = case.block_table[0, position // case.config.page_size].long()
     slots = pages * case.config.page_size + position % case.config.page_size
     cache = case.cache.clone()
-    tt.mla_store(case.latent, rope, cache, slots, case.config, case.tables)
-    return case._replace(rope=rope, cache=cache)
+    tt.mla_store(latent, rope, cache, slots, case.config, case.tables)
+    return case._replace(latent=latent, rope=rope, cache=cache)
 
 
+@pytest.mark.parametrize("part", ["latent", "rope"])
+@pytest.mark.parametrize("dim", [256, 512])
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("name", BOTH)
-def test_a_nan_in_codes_stays_with_those_who_see_it(name, heads):
-    """A later token's raw channel of NaN leaves earlier queries of the same block alone."""
-    config = tt.latent_preset(name, 512, 64)
-    case = make_case(config, [200], [2], dtype=torch.bfloat16)
-    q = queries(case, heads, torch.bfloat16)
-    clean = on_device(case, q)
-    rope = case.rope.clone()
-    rope[-1, 7] = torch.nan
-    out, lse = on_device(with_rope(case, rope), q)
-    assert torch.equal(out[0], clean[0][0]) and torch.equal(lse[0], clean[1][0])
-    assert bool(out[1].isnan().all()) and bool(lse[1].isnan().all())
+@pytest.mark.parametrize("name", ["k4u", "k5u", "k8", "k4", "k3"])
+def test_a_nan_in_codes_stays_with_those_who_see_it(name, heads, dim, part):
+    """A later token of NaN leaves earlier queries of the same block alone, an earlier one none."""
+    config = tt.latent_preset(name, dim, 64)
+    for length in (2, 40, 200):
+        case = make_case(config, [length], [2], dtype=torch.bfloat16)
+        q = queries(case, heads, torch.bfloat16)
+        clean = on_device(case, q)
+        for at in (-1, 0, length // 2):
+            latent, rope = case.latent.clone(), case.rope.clone()
+            (latent if part == "latent" else rope)[at, 7] = torch.nan
+            out, lse = on_device(stored_again(case, latent, rope), q)
+            seen = range(2) if at >= 0 and at < length - 1 else range(1, 2)
+            assert all(bool(out[i].isnan().all()) and bool(lse[i].isnan().all()) for i in seen)
+            if len(seen) == 1:
+                assert torch.equal(out[0], clean[0][0]) and torch.equal(lse[0], clean[1][0])
 
 
 @pytest.mark.parametrize(
@@ -380,7 +386,7 @@ def test_scores_of_minus_infinity(name, heads, tokens, first, copies):
     rope = case.rope.clone()
     rope[:first, 7] = -torch.inf
     rope[first + 20 :: 50, 7] = -torch.inf
-    case = with_rope(case, rope)
+    case = stored_again(case, case.latent, rope)
     expected = attend(case, (q_latent, q_rope), mla_attention_reference)
     many = repeated(case, copies)
     kernel = kernel_of(many, heads, torch.bfloat16)

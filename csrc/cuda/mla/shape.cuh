@@ -328,7 +328,7 @@ __device__ __forceinline__ void leave_part(const BlockView& block, bool whole, f
   }
 }
 
-// The scale of a token that nobody may have stored.
+// The scale of a token that a row may not see: whatever it is, a weight of 0 stays 0.
 __device__ __forceinline__ float finite_or_0(float scale) { return fabsf(scale) <= format::kMaxHalf ? scale : 0; }
 
 // Leaves 16 rows of sums of a warp in a partial result. Element 4 j + 2 i + h of sums is row g + 8 i and place 2 t + h

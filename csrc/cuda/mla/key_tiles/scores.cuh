@@ -129,7 +129,7 @@ class ScoreGroup {
   __device__ __forceinline__ void attend_unit(int token, const Turn& turn, bool moves) {
     wait_barrier(block_.arrived(turn.stage), turn.phase);
     const int stage = turn.stage * block_.plan.unit_bytes;
-    const Scales scale = scales_of(stage, token);
+    Scales scale = scales_of(stage);
     float score[4 * kTiles];
     int sum[8 * kTiles];
     clear(sum);
@@ -149,26 +149,21 @@ class ScoreGroup {
   struct Scales {
     float of[2];
   };
-  __device__ __forceinline__ Scales scales_of(int stage, int token) const {
+  __device__ __forceinline__ Scales scales_of(int stage) const {
     const uint8_t* tile = block_.shared + stage + block_.warp / 2 * block_.plan.tile_bytes;
     const __half* scales = reinterpret_cast<const __half*>(tile + block_.plan.scales) + block_.warp % 2 * 16 + block_.g;
-    Scales x = {__half2float(scales[0]), __half2float(scales[8])};
-    if (is_masked(token)) {  // nobody may have stored a token that no row sees
-#pragma unroll
-      for (int i = 0; i < 2; ++i) x.of[i] = finite_or_0(x.of[i]);
-    }
-    return x;
+    return {__half2float(scales[0]), __half2float(scales[8])};
   }
   __device__ __forceinline__ bool is_masked(int token) const {
     return token < first_all_ || token + kUnitTokens > end_all_;
   }
 
   // Weights of a unit from its scores. moves: whether references may be lowered.
-  __device__ __forceinline__ void weigh(float (&score)[4 * kTiles], const Scales& scale, int token, const Turn& turn,
+  __device__ __forceinline__ void weigh(float (&score)[4 * kTiles], Scales& scale, int token, const Turn& turn,
                                         bool moves) {
     const int buffer = turn.buffer();
     for_each<kTiles / kPieceTiles>([&](auto piece) { to_exponents<piece>(score); });
-    if (is_masked(token)) mask(score, token);
+    if (is_masked(token)) mask(score, scale, token);
     moves |= token <= first_all_;  // a row may see its first keys
     moves = sync_any(kScoresBarrier, kWarpgroup, exceeds(score, scale.of)) || moves;
     wait_barrier(block_.weights_read(buffer), turn.buffer_phase() ^ 1);
@@ -319,9 +314,12 @@ class ScoreGroup {
       for (int k = 0; k < 4; ++k) score[4 * j + k] = fmaf(score[4 * j + k], by, k % 2 ? -at.y : -at.x);
     }
   }
-  // -inf where a row does not see a token.
-  __device__ __forceinline__ void mask(float (&exponent)[4 * kTiles], int token) const {
+  // -inf where a row does not see a token, which nobody may have stored. A scale that is not finite has spoilt the
+  // exponents of the rows that see it, and leaves the others alone.
+  __device__ __forceinline__ void mask(float (&exponent)[4 * kTiles], Scales& scale, int token) const {
     const RowTable rows = block_.rows<S>();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) scale.of[i] = finite_or_0(scale.of[i]);
     const int first = token + 16 * block_.warp + block_.g;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {

@@ -71,13 +71,13 @@ class RowScores {
       multiply<ROPE>(turn.tile(), score, rope);
       const bool masked = token < first_all_ || token + kTileKeys > end_all_;
       float2 scale[kBlocks];
-      load_scales(turn.tile(), masked, scale);
+      load_scales(turn.tile(), scale);
 #pragma unroll
       for (int k = 0; k < kScores; ++k) {  // scores become exponents
         const int row = k / 2 % 2;
         score[k] = fmaf(score[k] * scale_of(scale, k), factor_[row], fmaf(rope[k], by(), -reference_[row]));
       }
-      if (masked) mask(score, token + 2 * block_.t);
+      if (masked) mask(score, scale, token + 2 * block_.t);
       weigh(score, scale, turn, i % kLowerUnits == 0 || token <= first_all_);  // a row may see its first keys
     }
   }
@@ -102,14 +102,11 @@ class RowScores {
   }
 
   // The scales of the lane's keys.
-  __device__ __forceinline__ void load_scales(int tile, bool masked, float2 (&scale)[kBlocks]) const {
+  __device__ __forceinline__ void load_scales(int tile, float2 (&scale)[kBlocks]) const {
     const __half2* from =
         reinterpret_cast<const __half2*>(block_.shared + block_.plan.token_scales) + tile * (kTileKeys / 2) + block_.t;
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-      scale[j] = __half22float2(from[4 * j]);
-      if (masked) scale[j] = {finite_or_0(scale[j].x), finite_or_0(scale[j].y)};  // nobody may have stored the token
-    }
+    for (int j = 0; j < kBlocks; ++j) scale[j] = __half22float2(from[4 * j]);
   }
 
   // The largest exponent of the lane, with the largest scale: no product of a weight and a scale is above it. A scale
@@ -143,8 +140,11 @@ class RowScores {
     return k % 2 ? scale[k / 4].y : scale[k / 4].x;
   }
 
-  // -inf where a row does not see a key. first: the lane's
-  __device__ __forceinline__ void mask(float (&exponent)[kScores], int first) const {
+  // -inf where a row does not see a key, which nobody may have stored. A scale that is not finite has spoilt the
+  // exponents of the rows that see it, and leaves the others alone. first: the lane's key
+  __device__ __forceinline__ void mask(float (&exponent)[kScores], float2 (&scale)[kBlocks], int first) const {
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) scale[j] = {finite_or_0(scale[j].x), finite_or_0(scale[j].y)};
 #pragma unroll
     for (int k = 0; k < kScores; ++k) {
       const int i = k / 2 % 2, at = first + k / 4 * 8 + k % 2;
