@@ -47,6 +47,13 @@ pytestmark = pytest.mark.cuda
 # ---- right results
 
 
+@pytest.mark.parametrize("d", [48, 64, 128])
+def test_a_scale_of_zero_with_tiny_queries(d):
+    """All keys weigh the same, and those that a query does not see nothing."""
+    case = build(tt.preset("k4v3", d), [300, 33], [20, 33], q_heads=8, kv_heads=1, dtype=BF16)
+    check(case._replace(q=1e-30 * case.q), softmax_scale=0.0)
+
+
 @pytest.mark.parametrize("group", [1, 4, 5, 7, 8, 12, 16, 48, 71])
 def test_numbers_of_rows(group):
     """Around every border of a tile of rows, whose size depends on the keys, too; a tile begins and

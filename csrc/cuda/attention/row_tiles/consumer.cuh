@@ -207,7 +207,7 @@ class Consumer {
                        [&](auto type) { rotation().template begin_words<typename decltype(type)::type>(words, y); });
     }
     rotation().finish(y);
-    const float scale = fmaxf(fabsf(a_.softmax_scale) * kLog2E, 1e-30f);
+    const float scale = fabsf(a_.softmax_scale) * kLog2E * format::kLevelUnit;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float most = 1e-30f;
@@ -224,7 +224,7 @@ class Consumer {
       for (int j = 0; j < kD / 8; ++j) {
         words[i][j] = word_of_floats<__half>(y[4 * j + 2 * i] * down, y[4 * j + 2 * i + 1] * down);
       }
-      factor_[i] = scale * format::kLevelUnit * __int_as_float((127 + exponent) << 23);
+      factor_[i] = fmaxf(scale * __int_as_float((127 + exponent) << 23), 1e-36f);  // times -inf is -inf
     }
   }
   // Which codes rows see.
