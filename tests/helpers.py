@@ -322,6 +322,34 @@ def paged(
     return num_pages, table, slots
 
 
+# cu_seqlens_q of three sequences that no batch has: backwards, behind the tokens, before them, and
+# so far apart that the difference of two does not fit 32 bits.
+WRONG_STARTS = [
+    (5, 3, 2, 1),
+    (0, 2**31 - 1, 2**31 - 1, 2**31 - 1),
+    (0, -3, 11, 12),
+    (7, -(2**31), 2**31 - 1, -(2**31)),
+    (100_000, -(2**31), 0, 2),
+    (-(2**31), 2**31 - 1, -1, 9),
+    (0, 2**30, -(2**31) + 1, 0),
+]
+
+
+def with_space_around(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """(a buffer of 7s, a contiguous tensor of this shape in the middle third of it)."""
+    size = math.prod(shape)
+    buffer = torch.full((3 * size,), 7, dtype=dtype, device=device)
+    return buffer, buffer[size : 2 * size].view(shape)
+
+
+def assert_space_around_is_left(buffer: Tensor) -> None:
+    """Nobody wrote into the first or last third of what with_space_around made."""
+    size = len(buffer) // 3
+    assert (buffer[:size] == 7).all() and (buffer[2 * size :] == 7).all()
+
+
 def entries_apart(t: Tensor, gap: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """The entries of the first dimension, `gap` elements apart, as a layer's in an allocation for
     several layers.

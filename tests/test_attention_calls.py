@@ -7,13 +7,16 @@ import torch_turboquant as tt
 from tests.attention_cases import EPS, bounds, build, check, run
 from tests.helpers import (
     FLOATS,
+    WRONG_STARTS,
     PeakOfMemory,
     assert_same_bytes,
+    assert_space_around_is_left,
     entries_apart,
     garbage_cache,
     int32,
     randn,
     to_device,
+    with_space_around,
 )
 
 
@@ -209,8 +212,30 @@ def test_indices_out_of_range_are_harmless():
     for length in (-5, 2**31 - 1):
         other, _ = run(case._replace(seq_lens=int32(length, 40, 33)), "cuda")
         assert_same_bytes(other[9:], out[9:])
-    for cu in ((0, 12, 12, 12), (0, 9, 11, 2**31 - 1), (0, -3, 11, 12), (5, 3, 2, 1)):
-        run(case._replace(cu=int32(*cu)), "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("cu", WRONG_STARTS)
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("q_lens", [[1, 1, 1], [9, 2, 1], [70, 2, 1]])
+@pytest.mark.parametrize("d", [64, 128, 512])
+def test_wrong_starts_of_queries_write_nowhere_else(d, q_lens, own, cu):
+    config = tt.preset("k4v4", d, page_size=16, sink_tokens=2, recent_window=5)
+    case = build(config, [90, 40, 33], q_lens, dtype=torch.bfloat16, tail=True)
+    args, kwargs = case._replace(cu=int32(*cu)).arguments()
+    if own:
+        new = torch.cat([k[-n:] for k, n in zip(case.k, q_lens, strict=True)])
+        kwargs = {**kwargs, "k_new": new, "v_new": new}
+    outs, out = with_space_around(tuple(case.q.shape), torch.bfloat16, "cuda")
+    all_lse, lse = with_space_around(tuple(case.q.shape[:2]), torch.float32, "cuda")
+    tt.paged_attention(
+        *(to_device(a, "cuda") for a in args),
+        **{name: to_device(a, "cuda") for name, a in kwargs.items()},
+        out=out,
+        lse=lse,
+    )
+    assert_space_around_is_left(outs)
+    assert_space_around_is_left(all_lse)
 
 
 @pytest.mark.cuda

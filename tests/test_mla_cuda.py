@@ -10,7 +10,15 @@ import pytest
 import torch
 
 import torch_turboquant as tt
-from tests.helpers import FLOATS, int32, randn, to_device
+from tests.helpers import (
+    FLOATS,
+    WRONG_STARTS,
+    assert_space_around_is_left,
+    int32,
+    randn,
+    to_device,
+    with_space_around,
+)
 from tests.mla_cases import CENTERS, Case, assert_close, attend, make_case, queries
 from torch_turboquant.choices import kernel_choice
 from torch_turboquant.ops.mla import mla_attention_reference
@@ -459,6 +467,21 @@ def test_what_memory_held_before_does_not_matter(name, heads, tail):
         torch.mm(other, other)
         again = on_device(case, q)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("cu", WRONG_STARTS)
+@pytest.mark.parametrize("q_lens", [[1, 1, 1], [9, 2, 1]])
+@pytest.mark.parametrize("heads", [3, 16, 40])
+@pytest.mark.parametrize("name", BOTH)
+def test_wrong_starts_of_queries_write_nowhere_else(name, heads, q_lens, cu):
+    config = tt.latent_preset(name, 512, 64, sink_tokens=1, recent_window=1)
+    case = make_case(config, [70, 40, 33], q_lens, dtype=torch.bfloat16, tail=True)
+    q = queries(case, heads, torch.bfloat16)
+    outs, out = with_space_around(tuple(q[0].shape), torch.bfloat16, "cuda")
+    all_lse, lse = with_space_around(tuple(q[0].shape[:2]), torch.float32, "cuda")
+    on_device(case, q, cu_seqlens_q=int32(*cu), out=out, lse=lse)
+    assert_space_around_is_left(outs)
+    assert_space_around_is_left(all_lse)
 
 
 @pytest.mark.parametrize("heads", HEADS)

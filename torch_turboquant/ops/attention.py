@@ -45,19 +45,21 @@ their weights are sums of two elements of their dtype.
 The row-tile kernel (csrc/cuda/attention/row_tiles.cu) takes sequences of more query rows in
 bfloat16 or float16 with d up to 256, which it pads to a multiple of 64, and all bits and grids but
 5-bit keys with Lloyd-Max levels, on compute capability 9.0. It rounds to float16, under powers of
-two that keep all digits: rotated queries, levels times their scales, and softmax weights. Keys and
-values of the exact tail and of k_new are not rounded, and their weights have their dtype. Sums are
-float32. As with split-KV, the results are the same in every run, and the other sequences decide
-where the work is cut. Where k_new is given and max_q_len is more than 32 queries and 64 rows,
-sequences without older tokens have a kernel of their own (docs/design.md), whose work is not cut,
-but max_q_len decides the size of its tiles. In calls of many rows, with k_new or without, that
-kernel also takes sequences with few older tokens, which another one decodes before, once for all of
-their rows. Decoded keys, before the center is added, and values are rounded once to the dtype of q,
-where row tiles round levels times scales to float16. Whether a sequence is among these depends on
-the lengths of all and on the shape of the call. Scratch memory is then up to 96 MB. Where a
-sequence may have 1,024 rows and 3,072 tokens in codes, or with k_new 8,192 rows and any
-(docs/design.md), such sequences have a kernel, too, which expands their codes once for all of their
-rows; scratch memory is then 64 MB at least and 6 d + 72 bytes per row (d as padded) more.
+two that keep all digits: rotated queries, levels times their scales, and softmax weights. A tile of
+64 keys, or of 128, has one power of two for its keys and one for its values, so what is below 2^-14
+of the largest in its tile is off by up to 2^-24 of that. Keys and values of the exact tail and of
+k_new are not rounded, and their weights have their dtype. Sums are float32. As with split-KV, the
+results are the same in every run, and the other sequences decide where the work is cut. Where k_new
+is given and max_q_len is more than 32 queries and 64 rows, sequences without older tokens have a
+kernel of their own (docs/design.md), whose work is not cut, but max_q_len decides the size of its
+tiles. In calls of many rows, with k_new or without, that kernel also takes sequences with few older
+tokens, which another one decodes before, once for all of their rows. Decoded keys, before the
+center is added, and values are rounded once to the dtype of q, where row tiles round levels times
+scales to float16. Whether a sequence is among these depends on the lengths of all and on the shape
+of the call. Scratch memory is then up to 96 MB. Where a sequence may have 1,024 rows and 3,072
+tokens in codes, or with k_new 8,192 rows and any (docs/design.md), such sequences have a kernel,
+too, which expands their codes once for all of their rows; scratch memory is then 64 MB at least and
+6 d + 72 bytes per row (d as padded) more.
 
 A batch with sequences of few rows and of more takes split-KV and one of these two, which run beside
 each other, each for its own sequences and with scratch memory of its own. The host cannot see the

@@ -75,7 +75,7 @@ struct Attention {
   __device__ __forceinline__ Queries queries_of(int s, bool early = false) const {
     if (!query_begin) return {s, 1};
     const int first = min(max(read(query_begin + s, early), 0), tokens);
-    return {first, min(max(min(read(query_begin + s + 1, early), tokens) - first, 0), max_q_len)};
+    return {first, min(min(max(read(query_begin + s + 1, early), first), tokens) - first, max_q_len)};
   }
   // Whether a launch of split-KV or of key tiles takes a sequence with so many queries.
   __device__ __forceinline__ bool takes(int queries) const {
