@@ -65,6 +65,47 @@ def test_bytes_of_many(d, dtype, device):
     assert torch.equal(norm.isnan(), ~torch.isfinite(x).all(-1))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("d", "m"), [(40, 40), (64, 8), (128, 128), (128, 264), (144, 136), (256, 256), (1536, 64)]
+)
+def test_bytes_of_many_dense(d, m, dtype, device):
+    """Several tiles of vectors and of rows, where few, some or all sums are close to zero."""
+    s, hard = projection("dense", d, m), hard_vectors(d, signs_of(d, 7))
+    s[2] = 0
+    s[3] *= 1e-30
+    s[4] *= 1e30
+    s[5] = s[5].sign()
+    x = randn(700, d, seed=d)
+    x[100:200] = (2 * x[100:200]).round()
+    x[200:230] = -0.0 * x[200:230]
+    x[230:260] *= 1e-6 if dtype == torch.float16 else 1e-25
+    x[260:290] *= 1e4 if dtype == torch.float16 else 1e35
+    x[300:400] -= (x[300:400] @ s[6])[:, None] * s[6] / s[6].square().sum()  # nearly orthogonal
+    x[400 : 400 + len(hard)] = hard
+    x = x.to(dtype)
+    bits, norm = (t.cpu() for t in tt.qjl_sketch(x.to(device), s.to(device)))
+    expected = qjl_sketch_reference(x, s)
+    broken = ~torch.isfinite(x).all(-1)
+    assert_same_bytes(bits, expected[0])
+    assert_same_bytes(norm[~broken], expected[1][~broken])
+    assert norm[broken].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bytes_of_a_dense_projection_that_is_not_finite(dtype, device):
+    """A NaN in a row makes its bits 0; infinity times what it meets decides."""
+    s = projection("dense", 64)
+    s[1, 5], s[2, 7], s[3, 0], s[3, 1] = torch.nan, torch.inf, torch.inf, -torch.inf
+    x = randn(200, 64, seed=1).to(dtype)
+    x[:50] = 0
+    x[50:100, 7] = 0
+    bits, norm = tt.qjl_sketch(x.to(device), s.to(device))
+    expected = qjl_sketch_reference(x, s)
+    assert_same_bytes(bits, expected[0])
+    assert_same_bytes(norm, expected[1])
+
+
 @pytest.mark.parametrize("rows", [8, 40, 264])
 def test_any_number_of_rows(rows, device):
     x, s = randn(5, 64, seed=rows), projection("dense", 64, rows)

@@ -77,10 +77,11 @@ constexpr ScoreChoice choose_score(const ScoreFacts& call) {
 // ---- qjl_sketch -----------------------------------------------------------------------------------------------------
 
 enum class SketchKernel {
-  kDense,    // a dense projection
-  kBulk,     // many vectors, on tensor cores (cuda/score/sketch_bulk.cu)
-  kLanes,    // a few lanes per vector, which stays in registers
-  kGeneral,  // any head_dim
+  kDenseTiles,  // a dense projection, on tensor cores (cuda/score/dense_sketch.cu)
+  kDense,       // a dense projection of any head_dim
+  kBulk,        // many vectors, on tensor cores (cuda/score/sketch_bulk.cu)
+  kLanes,       // a few lanes per vector, which stays in registers
+  kGeneral,     // any head_dim
 };
 
 struct SketchFacts {
@@ -111,7 +112,11 @@ constexpr bool is_one_of(const int (&dims)[N], int64_t d) {
 }
 
 constexpr SketchChoice choose_sketch(const SketchFacts& call, const DeviceFacts& device) {
-  if (call.dense) return {SketchKernel::kDense, "the projection is dense"};
+  if (call.dense) {
+    if (device.major < 8) return {SketchKernel::kDense, "compute capability below 8.0"};
+    if (call.head_dim % 8 != 0) return {SketchKernel::kDense, "head_dim is not a multiple of 8"};
+    return {SketchKernel::kDenseTiles, "the projection is dense"};
+  }
   if (!is_one_of(kSketchLaneDims, call.head_dim)) {
     return {SketchKernel::kGeneral, "the other kernels are not compiled for this head_dim"};
   }

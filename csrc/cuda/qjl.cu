@@ -4,8 +4,8 @@
 // channels. Exact zeros, and sums whose sign depends on the scaling by a power of two, need care: a warp that finds
 // one does its vectors again, exactly as the format says. Other lengths take a kernel that always does so, and many
 // 16-bit vectors of 64, 128 or 256 channels take a kernel on tensor cores (score/sketch_bulk.cu). choices/score.h
-// decides. Dense projections are bound by arithmetic: their products are summed in a fixed order, without fused
-// multiply-adds.
+// decides. Dense projections have a kernel on tensor cores, too (score/dense_sketch.cu); for devices and lengths that it
+// does not take, products are summed here in a fixed order, without fused multiply-adds.
 #include <algorithm>
 
 #include "calls/sketch.h"
@@ -14,6 +14,7 @@
 #include "cuda/codec/lanes.cuh"
 #include "cuda/codec/transform.cuh"
 #include "cuda/common/device_facts.cuh"
+#include "cuda/score/dense_sketch.cuh"
 #include "cuda/score/sketch_bulk.cuh"
 
 namespace turboquant::cuda {
@@ -369,17 +370,23 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
 
   const Launch launch(residual);
   const Dtype dtype = dtype_of(residual);
-  const AlignedRows in(residual, sketch.dense ? 1 : 16);
+  const AlignedRows in(residual, sketch.dense && d % 8 != 0 ? 1 : 16);
   const Rows& rows = in.rows();
-  const Constant<float> signs(sketch.dense ? OptionalTensor() : OptionalTensor(projection));
-  const DeviceFacts& device = current_device().facts;
-  switch (choose_sketch({.dense = sketch.dense, .head_dim = d, .vectors = rows.count, .dtype = dtype}, device).kernel) {
+  const Constant<float> constant(projection);
+  const auto& [index, facts] = current_device();
+  if (sketch.dense) {
+    STD_TORCH_CHECK(sketch.rows <= INT32_MAX, "projection has ", sketch.rows, " rows, supported: up to ", INT32_MAX);
+  }
+  const int m = static_cast<int>(sketch.rows);
+  switch (choose_sketch({.dense = sketch.dense, .head_dim = d, .vectors = rows.count, .dtype = dtype}, facts).kernel) {
+    case SketchKernel::kDenseTiles:
+      launch_dense_sketch(in.data(), rows, dtype, split, constant.data(), m, bits_out, norm_out, facts, index,
+                          launch.stream());
+      break;
     case SketchKernel::kDense: {
-      STD_TORCH_CHECK(sketch.rows <= INT32_MAX, "projection has ", sketch.rows, " rows, supported: up to ", INT32_MAX);
       const auto start = [&](auto inner) {
         dense_sketch_kernel<inner><<<num_blocks(rows.count, kTileVectors), kDenseThreads, 0, launch.stream()>>>(
-            in.data(), rows, dtype, sketch.data, static_cast<int>(sketch.rows), split.blocks, split.block, bits_out,
-            norm_out);
+            in.data(), rows, dtype, constant.data(), m, split.blocks, split.block, bits_out, norm_out);
       };
       if (split.block >= 16) {
         start(std::integral_constant<int, 16>{});
@@ -389,14 +396,14 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
       break;
     }
     case SketchKernel::kBulk:
-      launch_sketch_bulk(in.data(), rows, dtype, split, signs.data(), bits_out, norm_out, device, launch.stream());
+      launch_sketch_bulk(in.data(), rows, dtype, split, constant.data(), bits_out, norm_out, facts, launch.stream());
       break;
     case SketchKernel::kLanes:
       dispatch_lane_dim(split, [&](auto traits) {
         using Traits = decltype(traits);
         constexpr int per_block = kThreads / Traits::kLanes * kRepeats<Traits>;
         sketch_kernel<Traits><<<num_blocks(rows.count, per_block), kThreads, 0, launch.stream()>>>(in.data(), rows,
-                                                                                                   signs.data(), dtype,
+                                                                                                   constant.data(), dtype,
                                                                                                    bits_out, norm_out);
       });
       break;
@@ -406,7 +413,7 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
         const int bytes = Shape::kInRegisters ? 0 : 4 * generic_words(shape.d);
         const int warps = bytes ? std::clamp(kDefaultSharedBytes / bytes, 1, kThreads / 32) : kThreads / 32;
         sketch_any_kernel<<<num_blocks(rows.count, warps), 32 * warps, warps * bytes, launch.stream()>>>(
-            in.data(), rows, shape, signs.data(), dtype, bits_out, norm_out);
+            in.data(), rows, shape, constant.data(), dtype, bits_out, norm_out);
       };
       // Vectors that eight or 16 lanes could share have fewer than 64 channels, or 224. Two kernels more for them would
       // add 36 KB to the library.

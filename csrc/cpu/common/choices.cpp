@@ -142,6 +142,7 @@ const char* name(ScoreKernel kernel) {
 
 const char* name(SketchKernel kernel) {
   switch (kernel) {
+    case SketchKernel::kDenseTiles: return "dense_tiles";
     case SketchKernel::kDense: return "dense";
     case SketchKernel::kBulk: return "bulk";
     case SketchKernel::kLanes: return "lanes";
