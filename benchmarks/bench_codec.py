@@ -178,6 +178,8 @@ class Rows:
             )
         yield Row("qjl_sketch structured", lambda: self.sketch(False))
         yield Row("qjl_sketch dense 128", lambda: self.sketch(True))
+        yield Row("qjl_sketch dense 128 float32", lambda: self.sketch(True, dtype=torch.float32))
+        yield Row("qjl_sketch dense 1536", lambda: self.sketch(True, 1536))
         for d in (80, 224, 384, 1024):
             yield Row(f"qjl_sketch structured d={d}", lambda d=d: self.sketch(False, d))
         for keys in (128, 4096, 32768, 131072):
@@ -292,8 +294,9 @@ class Rows:
         s = random_signs(d, 1, kind=SignKind.SKETCH).to(self.device)
         return s, rotation(d, s, torch.float32)
 
-    def sketch(self, dense: bool, d: int = D) -> Work:
-        (s, matrix), x = self.projection(dense, d), self.randn(self.vectors * D // d, d)
+    def sketch(self, dense: bool, d: int = D, dtype: torch.dtype = torch.bfloat16) -> Work:
+        s, matrix = self.projection(dense, d)
+        x = self.randn(self.vectors * D // d, d, dtype=dtype)
 
         def eager():
             y = x.float()

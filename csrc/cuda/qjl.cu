@@ -237,6 +237,9 @@ template <int INNER>
 __global__ void __launch_bounds__(kDenseThreads, 2)
     dense_sketch_kernel(const void* residual, const __grid_constant__ Rows rows, Dtype dtype, const float* projection,
                         int m, int blocks, int n, uint8_t* bits, float* norms) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if constexpr (INNER >= 16) return;  // from here on only lengths that are no multiple of 8 take this kernel
+#endif
   __shared__ alignas(16) float vectors[kTileVectors][kStride];
   __shared__ alignas(16) float tile[kTileRows][kStride];
   __shared__ float down[kTileVectors];  // 2^-e of each vector
@@ -402,9 +405,9 @@ std::tuple<Tensor, Tensor> qjl_sketch(const Tensor& residual, const Tensor& proj
       dispatch_lane_dim(split, [&](auto traits) {
         using Traits = decltype(traits);
         constexpr int per_block = kThreads / Traits::kLanes * kRepeats<Traits>;
-        sketch_kernel<Traits><<<num_blocks(rows.count, per_block), kThreads, 0, launch.stream()>>>(in.data(), rows,
-                                                                                                   constant.data(), dtype,
-                                                                                                   bits_out, norm_out);
+        sketch_kernel<Traits>
+            <<<num_blocks(rows.count, per_block), kThreads, 0, launch.stream()>>>(in.data(), rows, constant.data(),
+                                                                                  dtype, bits_out, norm_out);
       });
       break;
     case SketchKernel::kGeneral: {

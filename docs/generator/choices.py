@@ -55,6 +55,7 @@ CALLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("score", {"head_dim": 128, "bits": 4}, {"keys": 4096, "queries": 2}),
     ("qjl_sketch", VECTORS, {}),
     ("qjl_sketch", VECTORS, {"head_dim": 80}),
+    ("qjl_sketch", VECTORS, {"dense": True}),
 ]
 
 

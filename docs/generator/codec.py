@@ -17,6 +17,9 @@ CODEC = {
     "`qjl_sketch` d = 80 / 224 / 384 / 1,024": [
         f"qjl_sketch structured d={d}" for d in (80, 224, 384, 1024)
     ],
+    "`qjl_sketch` with a matrix, d = 128 / 128 in float32 / 1,536": [
+        f"qjl_sketch dense {name}" for name in ("128", "128 float32", "1536")
+    ],
     "`score` 4 bit / with a sketch / `qjl_score`, 131,072 keys, of a sum's speed": [
         "score 4 bit 131072 keys",
         "score 4 bit + sketch 131072 keys",

@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(32 * kImageRows, 4)
   const int sequence = sequence_of_segment(plan, a, rows, segment);
   const int block = segment - first_segment(plan, a, rows, sequence);
   const int queries = a.num_queries(sequence), length = a.length(sequence), all_rows = queries * a.q_heads;
-  if (block * rows >= all_rows) return;
+  // cu_seqlens_q that decreases gives segments numbers of others, before the first one of the sequence.
+  if (block < 0 || block * rows >= all_rows) return;
   const int row = tile * kImageRows + warp, index = block * rows + row;
   const bool exists = index < all_rows;
   const RowPlace place = place_of_row(a, a.first_query(sequence), length, queries, exists ? index : 0);
