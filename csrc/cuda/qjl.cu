@@ -4,8 +4,8 @@
 // channels. Exact zeros, and sums whose sign depends on the scaling by a power of two, need care: a warp that finds
 // one does its vectors again, exactly as the format says. Other lengths take a kernel that always does so, and many
 // 16-bit vectors of 64, 128 or 256 channels take a kernel on tensor cores (score/sketch_bulk.cu). choices/score.h
-// decides. Dense projections have a kernel on tensor cores, too (score/dense_sketch.cu); for devices and lengths that it
-// does not take, products are summed here in a fixed order, without fused multiply-adds.
+// decides. Dense projections have a kernel on tensor cores, too (score/dense_sketch.cu); for devices and lengths that
+// it does not take, products are summed here in a fixed order, without fused multiply-adds.
 #include <algorithm>
 
 #include "calls/sketch.h"

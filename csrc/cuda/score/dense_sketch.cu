@@ -10,10 +10,10 @@
 //   * Two bfloat16 numbers hold 16 bits of a float32 number and leave at most 2^-18 of it, and so does the product of
 //     the two lower ones, which is left out: 3 * 2^-18 together.
 //   * The format's sum is off by 2^-24 for each of its levels, blocks and products: at most 23 * 2^-24.
-//   * Of tensor cores we assume as little as score/sketch_bulk.cu does: a product of 16 channels adds four elements at a
-//     time to the sum so far, and truncates each of them, the sum and the result to 24 bits of the largest one, all in
-//     one direction. That is 24 * 2^-23 for each pair of parts of 16 channels that is multiplied. Sums of 128 channels
-//     begin at 0, so that it does not grow with the channels, and are then added in float32.
+//   * Of tensor cores we assume as little as score/sketch_bulk.cu does: a product of 16 channels adds four elements at
+//     a time to the sum so far, and truncates each of them, the sum and the result to 24 bits of the largest one, all
+//     in one direction. That is 24 * 2^-23 for each pair of parts of 16 channels that is multiplied. Sums of 128
+//     channels begin at 0, so that it does not grow with the channels, and are then added in float32.
 // With 128 channels of bfloat16 that is 2^-14.1. The standard deviation of a random sum is 1 / sqrt(d) of the unit, so
 // 0.05% of them are within the bound; with 1,536 channels 0.2%.
 #include "cuda/score/dense_sketch.cuh"
@@ -74,8 +74,8 @@ struct Signs {
   uint32_t doubts[Tile::kVectors][Tile::kWords];    // is computed again
 };
 
-// The sum of neighbours in pairs, pairs of these, .., of eight numbers in each of `lanes` neighbouring lanes, a power of
-// two up to kSumLanes; all of them have the result.
+// The sum of neighbours in pairs, pairs of these, .., of eight numbers in each of `lanes` neighbouring lanes, a power
+// of two up to kSumLanes; all of them have the result.
 __device__ __forceinline__ float pairwise_sum(float (&x)[8], int lanes) {
 #pragma unroll
   for (int h = 1; h < 8; h *= 2) {
@@ -235,7 +235,7 @@ __device__ __forceinline__ void note_vectors(const Dense& a, int64_t first, unsi
   }
 }
 
-// Channels base to base + width of the rows of the projection from row `first` on, and the sums of their squares so far.
+// Channels base to base + width of the rows of the projection from row `first` on, and the sums of their squares.
 __device__ __forceinline__ void load_projection(const Dense& a, int first, int base, int width, Notes& notes,
                                                 uint4* to) {
   constexpr int kSteps = Tile::kRows * Tile::kChunks / Tile::kThreads, kRowsAtOnce = Tile::kThreads / Tile::kChunks;

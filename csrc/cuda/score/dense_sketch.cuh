@@ -8,8 +8,8 @@
 
 namespace turboquant::cuda {
 
-// x: rows of d elements, a multiple of 8, that start at multiples of 16 bytes; projection: float32 [m, d], aligned to 16
-// bytes -> bits: uint8 [rows, m / 8], norms: float32 [rows]. device: its index
+// x: rows of d elements, a multiple of 8, that start at multiples of 16 bytes; projection: float32 [m, d], aligned to
+// 16 bytes -> bits: uint8 [rows, m / 8], norms: float32 [rows]. device: its index
 void launch_dense_sketch(const void* x, const Rows& rows, Dtype dtype, format::Split split, const float* projection,
                          int m, uint8_t* bits, float* norms, const DeviceFacts& facts, int device, cudaStream_t stream);
 
