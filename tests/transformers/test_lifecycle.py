@@ -340,3 +340,23 @@ def test_a_first_prompt_that_fails_is_forgotten(name):
             model(make_ids(140, seed=8), past_key_values=cache)
         hook.remove()
         assert torch.equal(feed(model, cache, ids, 80, *[1] * 20), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_prompt_that_fails_behind_waiting_tokens(name):
+    """They wait for a center: the next forward stores all tokens, whatever this one has stored."""
+    model, ids = make_model(name), make_ids(200)
+    config = make_config(model, "k3v2", recent_window=80)
+    with TurboQuantCache.for_model(model, config=config, max_q_len=4) as cache:
+        found = []
+        for fails in (False, True):
+            cache.reset()
+            feed(model, cache, ids[:, :10])
+            if fails:
+                hook = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    model(ids[:, 10:], past_key_values=cache)
+                hook.remove()
+            cache.crop(-2)
+            found.append(feed(model, cache, ids[:, 8:90], 2, 60))
+        assert torch.equal(*found)

@@ -467,9 +467,9 @@ class Sequences:
             self._note_stored(done.new)
         self.stepping = False  # look again
         self.lost = self.has_states
-        if self.batch:
+        if self.batch and self.encoded:
             self._clamp_rings()
-        else:  # a first prompt: whatever it has stored is of no sequence
+        else:  # the tokens before it, if any, wait: the next prompt stores all of them
             self._forget_stored()
         self.push()
 
