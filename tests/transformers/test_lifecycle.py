@@ -75,6 +75,23 @@ def test_crop_to_nothing_and_refill():
                 cache.crop(5)
 
 
+@pytest.mark.parametrize("form", [{}, {"static": True, "max_cache_len": 160}])
+def test_a_sequence_that_was_cropped_to_its_padding_begins_anew(form):
+    """Its window has lost nothing, however long it was before."""
+    model, ids = make_model("mistral"), make_ids(120)
+    options = {"page_size": 16, "max_q_len": 4, "center": "none"}
+    found = []
+    for tokens in (10, 110):
+        mask = torch.ones(1, 8 + tokens).long()
+        mask[:, :8] = 0
+        with TurboQuantCache.for_model(model, "k4v4", **options, **form) as cache:
+            feed(model, cache, ids[:, : 8 + tokens], mask=mask)
+            cache.crop(2 - tokens - 8)  # 2 columns are left
+            seen = torch.cat([mask[:, :8], torch.ones(1, 40).long()], dim=1)
+            found.append(feed(model, cache, ids[:, :46], 16, *[1] * 30, mask=seen))
+    assert torch.equal(found[0][:, 6:], found[1][:, 6:])
+
+
 # ----------------------------------------------------------------------------- attach and detach
 
 

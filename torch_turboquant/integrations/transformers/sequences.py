@@ -246,9 +246,11 @@ class Places:
             self.stored[row] = max(self.stored[row], length)
 
     def clamp_ring(self, lengths: list[int]) -> None:
-        """Sequences have these lengths now."""
+        """Sequences have these lengths now; one without tokens begins anew."""
         for row, length in enumerate(lengths):
             self.rings.cut(row, length)
+            if not length:
+                self.stored[row] = 0
 
     def select(self, rows: list[int]) -> None:
         """Sequence i becomes a copy of the former sequence rows[i]."""
