@@ -247,6 +247,20 @@ def test_another_prompt_in_a_cache_in_use(form):
 
 
 @pytest.mark.parametrize("form", [{}, {"static": True, "max_cache_len": 256}])
+def test_another_prompt_of_one_token(form):
+    model, ids = make_model(), make_ids(2)
+    with TurboQuantCache.for_model(model, "k4v4", **form) as cache:
+        expected = generate(model, ids[:, :1], cache, new=1)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"holds 1 tokens already.*call reset\(\)"):
+                generate(model, ids[:, :1], cache, new=1)
+        generate(model, ids, cache, new=3)
+        assert cache.get_seq_length() == 4
+        cache.reset()
+        assert torch.equal(generate(model, ids[:, :1], cache, new=1), expected)
+
+
+@pytest.mark.parametrize("form", [{}, {"static": True, "max_cache_len": 256}])
 def test_another_padded_prompt_in_a_cache_in_use(form):
     model, (ids, mask) = make_model(), padded([60, 41], 60)
     with TurboQuantCache.for_model(model, "k4v4", max_batch_size=2, **form) as cache:

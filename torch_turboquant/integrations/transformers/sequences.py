@@ -566,7 +566,9 @@ class Sequences:
         """
         if new == 0 and not self.batch:
             raise ValueError("the prompt has no tokens")
-        if new > 1 and self.batch and isinstance(position_ids, Tensor) and position_ids.dim() == 2:
+        # one new token goes on from several; from one it may be the same prompt again
+        tail = new > 1 or (new == 1 and not is_dynamo_compiling() and self.columns == 1)
+        if tail and self.batch and isinstance(position_ids, Tensor) and position_ids.dim() == 2:
             if is_dynamo_compiling() or (self.stepping and position_ids.is_cuda):
                 return  # steps do not wait for the device
             self.pull()
