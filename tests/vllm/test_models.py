@@ -57,6 +57,41 @@ def test_sliding_windows_and_soft_caps(tmp_path):
         reference.check(p, answer)
 
 
+def test_attention_within_chunks(tmp_path):
+    """Llama 4: three of four layers see their chunk of 48 tokens, of which vLLM makes a sequence."""
+    config = transformers.Llama4TextConfig(
+        **{**SHAPE, "num_hidden_layers": 4},
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=48,
+        layer_types=["chunked_attention"] * 3 + ["full_attention"],
+        no_rope_layers=[1, 1, 1, 0],
+    )
+    llama = randomise(transformers.Llama4ForCausalLM(config))
+    save(llama, tmp_path)
+    prompts = [prompt(n, seed=n) for n in (9, 47, 48, 49, 97, 200)]
+    with engine(tmp_path, {"preset": "k8v8", "learn": False}) as llm:
+        answers = generate(llm, prompts, TOKENS)
+
+    def worst_gap(model):
+        """By how much an answer's token is less likely than the model's choice."""
+        gaps = []
+        for p, answer in zip(prompts, answers, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([p + answer])).logits[0, len(p) - 1 : -1].double()
+            chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            gaps.append((logits.amax(1) - chosen).max())
+        return max(gaps)
+
+    assert worst_gap(llama) < 0.1
+    config.layer_types = ["full_attention"] * 4
+    everywhere = transformers.Llama4ForCausalLM(config).eval()
+    everywhere.load_state_dict(llama.state_dict())
+    assert worst_gap(everywhere) > 0.5
+
+
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory):
     """A Qwen2 with large biases of keys, as its small models have."""
