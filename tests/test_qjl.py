@@ -93,6 +93,19 @@ def test_bytes_of_many_dense(d, m, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("d", [36, 64, 144])
+def test_tiny_dense_sketches(d, dtype, device):
+    """Two tiles of vectors, two of rows, and two of channels or a length of the other kernel."""
+    s, x = projection("dense", d, 136), randn(70, d, seed=d)
+    x[3:5], x[6] = 0, 1e30 if dtype != torch.float16 else 6e4
+    x = x.to(dtype)
+    bits, norm = tt.qjl_sketch(x.to(device), s.to(device))
+    expected = qjl_sketch_reference(x, s)
+    assert_same_bytes(bits, expected[0])
+    assert_same_bytes(norm, expected[1])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_bytes_of_a_dense_projection_that_is_not_finite(dtype, device):
     """A NaN in a row makes its bits 0; infinity times what it meets decides."""
     s = projection("dense", 64)
