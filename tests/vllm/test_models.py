@@ -58,7 +58,7 @@ def test_sliding_windows_and_soft_caps(tmp_path):
 
 
 def test_attention_within_chunks(tmp_path):
-    """Llama 4: three of four layers see their chunk of 48 tokens, of which vLLM makes a sequence."""
+    """Llama 4: three of four layers see a chunk of 48 tokens, of which vLLM makes a sequence."""
     config = transformers.Llama4TextConfig(
         **{**SHAPE, "num_hidden_layers": 4},
         intermediate_size_mlp=64,
