@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.transformers.weights import TEXT, load, logits, make, packed_layers
+from tests.transformers.weights import SHAPE, TEXT, load, logits, make, packed_layers
 from torch_turboquant import PackedLinear, WeightFormat
 from torch_turboquant.integrations.transformers import TurboQuantConfig, quantize
 from torch_turboquant.integrations.transformers.weights import pack
@@ -247,6 +247,26 @@ def test_files_that_are_incomplete(folder):
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(Exception, match=r"incomplete|not fully covered"):
         load(path)
+
+
+@pytest.mark.parametrize("text", [None, TEXT])
+@pytest.mark.parametrize("labels", [17, 30, 40])
+def test_a_head_of_another_size_than_the_files_have(labels, text, folder):
+    """Bytes say how many tiles of 16 outputs there are, and 17, 20 and 30 outputs have two."""
+    kind = transformers.LlamaForSequenceClassification
+    made = kind(transformers.LlamaConfig(**SHAPE, num_labels=20))
+    path = folder(made)
+    quantize(made, text=text)
+    packed = folder(made, "packed")
+    assert kind.from_pretrained(packed).score.out_features == 20
+    fits = {"num_labels": labels, "ignore_mismatched_sizes": True}
+    for options in ({"quantization_config": TurboQuantConfig()}, {}):
+        with pytest.raises(ValueError, match=r"1 layers were not in .* another shape: score"):
+            kind.from_pretrained(path if options else packed, **fits, **options)
+    loaded = kind.from_pretrained(path, quantization_config=TurboQuantConfig())
+    assert loaded.config.quantization_config.outputs == {"score": 20}
+    with pytest.raises(ValueError, match="another shape: score"):
+        kind.from_pretrained(folder(loaded, "again"), **fits)
 
 
 def test_a_packed_model_is_not_packed_again(folder):

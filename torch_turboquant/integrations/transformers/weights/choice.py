@@ -91,6 +91,13 @@ def recorded_choice(
     }
 
 
+def recorded_outputs(model: nn.Module, outputs: Mapping[str, int], name: str) -> int | None:
+    """The outputs that a packed layer had when it was saved; None: there is no record of it."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    known = {recorded.removeprefix(prefix): n for recorded, n in outputs.items()}
+    return known.get(name.removeprefix(prefix))
+
+
 def experts_among(
     model: nn.Module, packed: Mapping[str, WeightFormat]
 ) -> dict[str, dict[str, WeightFormat]]:

@@ -10,6 +10,7 @@ import numpy as np
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_turboquant._version import __version__
+from torch_turboquant.format import WEIGHT_ROWS
 from torch_turboquant.weights import WeightFormat
 
 METHOD = "torch_turboquant"
@@ -17,7 +18,7 @@ METHOD = "torch_turboquant"
 FILE_FORMAT = "torch_turboquant weights 1"
 
 _FIELDS = ("bits", "grid", "sub", "group")
-_RECORD = ("left_alone", "scaled", "calibration")
+_RECORD = ("left_alone", "outputs", "scaled", "calibration")
 
 
 class TurboQuantConfig(QuantizationConfigMixin):
@@ -35,6 +36,7 @@ class TurboQuantConfig(QuantizationConfigMixin):
 
     Attributes:
         left_alone: after loading, name and reason of every module with a matrix that is not packed.
+        outputs: of packed linear layers that do not fill their last tile; bytes do not say it.
         scaled: whether the layers have channel scales.
         calibration: what `quantize` was given and did; None for a model that was packed without.
 
@@ -65,6 +67,7 @@ class TurboQuantConfig(QuantizationConfigMixin):
         self.skip = _names("skip", [skip] if isinstance(skip, str) else skip or ())
         self.layers = _changes(layers or {})
         self.left_alone: dict[str, str] = dict(record.get("left_alone", {}))
+        self.outputs: dict[str, int] = dict(record.get("outputs", {}))
         self.scaled = bool(record.get("scaled", False))
         self.calibration: dict[str, Any] | None = record.get("calibration")
         self.layer_formats()  # refuses what does not exist before a model is loaded
@@ -96,11 +99,19 @@ class TurboQuantConfig(QuantizationConfigMixin):
         return found
 
     def record(
-        self, packed: Mapping[str, WeightFormat], left: Mapping[str, str], scaled: bool
+        self,
+        packed: Mapping[str, WeightFormat],
+        left: Mapping[str, str],
+        outputs: Mapping[str, int],
+        scaled: bool,
     ) -> None:
-        """Replaces patterns by what they chose, so that a file needs no rule to be read."""
+        """Replaces patterns by what they chose, so that a file needs no rule to be read.
+
+        outputs: of packed linear layers.
+        """
         default = self.weight_format()
         self.layers = {name: asdict(form) for name, form in packed.items() if form != default}
+        self.outputs = {name: n for name, n in outputs.items() if n % WEIGHT_ROWS}
         self.left_alone, self.skip, self.scaled = dict(left), [], scaled
 
     def to_dict(self) -> dict[str, Any]:

@@ -158,7 +158,9 @@ def quantize(
             module.register_parameter(packed_name(weight), packed_bytes)
     done = {name: row for part in (chosen, bytes_of) for name, (_, row) in part.items()}
     rows = [done[name] for name in packed]
-    config.record({row.name: row.form for row in rows}, left, scaled=sequences is not None)
+    formats = {row.name: row.form for row in rows}
+    outputs = {name: layer.out_features for name, (layer, _) in chosen.items()}
+    config.record(formats, left, outputs, scaled=sequences is not None)
     if sequences is not None:
         bits = None if budget is None else float(budget)
         config.calibration = {**_calibration(sequences), "budget": bits}

@@ -19,6 +19,7 @@ from torch_turboquant.integrations.transformers.weights.choice import (
     choose,
     experts_among,
     recorded_choice,
+    recorded_outputs,
     summary,
     unexpected,
 )
@@ -78,6 +79,8 @@ class TurboQuantHfQuantizer(HfQuantizer):
         self._model: nn.Module | None = None  # while it is loaded
         self._joined: set[str] = set()  # those whose tensor of the file a packed layer shares
         self._knows_plans = False  # of tensor parallelism
+        # layers whose weight in the files has other outputs or inputs, which tiles may hide
+        self._misfits: set[str] = set()
         self.refused: dict[str, str] = {}  # weights that cannot be packed: name -> why
 
     # -- before the weights
@@ -99,7 +102,9 @@ class TurboQuantHfQuantizer(HfQuantizer):
             self._packed = recorded_choice(model, default, layers, config.left_alone)
         else:
             self._packed, left = choose(model, default, layers, config.skip)
-            config.record(self._packed, left, scaled=False)
+            linear: Any = {n: m for n, m in model.named_modules() if n in self._packed}
+            outputs = {name: layer.out_features for name, layer in linear.items()}
+            config.record(self._packed, left, outputs, scaled=False)
             tell(left)
         for name, forms in experts_among(model, self._packed).items():
             pack_experts(model.get_submodule(name), forms, loading=not self.pre_quantized)
@@ -119,6 +124,8 @@ class TurboQuantHfQuantizer(HfQuantizer):
                 expected = torch.empty_like(layer.weight, dtype=linear.weight.dtype)
                 layer.weight = nn.Parameter(expected, requires_grad=False)
             model.set_submodule(name, layer)
+            if recorded_outputs(model, config.outputs, name) not in (None, layer.out_features):
+                self._misfits.add(name)
         self._model = model
         ignored: Any = model._keys_to_ignore_on_load_unexpected
         ignored = [] if ignored is None else ignored  # a list or none in 5.5, then a set
@@ -184,6 +191,10 @@ class TurboQuantHfQuantizer(HfQuantizer):
                 experts: Any = model.get_submodule(name.rpartition(".")[0])
                 packed = encode_experts(weight, form, experts.is_transposed)
             else:
+                layer: Any = model.get_submodule(name)
+                whole = layer.out_features, layer.in_features
+                if tuple(weight.shape) != whole and not is_distributed(model):  # else a slice
+                    self._misfits.add(name)
                 packed = encode_weight(weight, form)
         except ValueError as error:
             self.refused[name] = str(error)
@@ -216,7 +227,7 @@ class TurboQuantHfQuantizer(HfQuantizer):
                 + "; ".join(f"{name}: {why}" for name, why in self.refused.items())
             )
         names = getattr(model.config, "architectures", None) or [type(model).__name__]
-        missing = [name for name in self._packed if not _is_loaded(model, name)]
+        missing = [n for n in self._packed if n in self._misfits or not _is_loaded(model, n)]
         if type(model).__name__ not in names and model.get_output_embeddings() is None:
             missing = [name for name in missing if not self._is_new_head(model, name)]
         if missing:
