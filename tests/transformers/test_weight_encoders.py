@@ -84,6 +84,21 @@ def test_an_encoder_learns_from_a_text(kind, config):
     assert record["tokens"] == record["sequences"] * length == 600 // length * length
 
 
+def test_an_untied_head_is_packed(tmp_path):
+    """Its class names the weight, as one that may be tied; nothing reads it."""
+    made = make(transformers.BertForMaskedLM, tie_word_embeddings=False)
+    made.cls.predictions.bias.data.copy_(torch.randn(64))
+    made.save_pretrained(tmp_path / "model")
+    kind, options = type(made), {"quantization_config": TurboQuantConfig()}
+    packed = kind.from_pretrained(tmp_path / "model", **options).eval()
+    assert "cls.predictions.decoder" in packed_names(packed)
+    packed.save_pretrained(tmp_path / "packed")
+    quantize(made)
+    with torch.no_grad():
+        for model in (packed, kind.from_pretrained(tmp_path / "packed")):
+            assert torch.equal(model(IDS).logits, made(IDS).logits)
+
+
 def test_an_encoder_makes_no_predictions_to_compare():
     model = make()
     with pytest.raises(ValueError, match="budget compares predictions, and a BertModel has none"):

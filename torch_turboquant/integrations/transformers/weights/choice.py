@@ -292,7 +292,8 @@ def _number_of(experts: nn.Module) -> int | None:
 def _reader(model: nn.Module, name: str) -> str | None:
     """The class above a layer whose code names its weight, such as T5's `self.wo.weight`.
 
-    Classes further above name more of the way: `block.attention.output.weight` in RWKV.
+    Classes further above name more of the way: `block.attention.output.weight` in RWKV. A name in
+    quotes is not read, such as those of tied weights, which a configuration may untie.
     """
     parts = name.split(".")
     for above in range(len(parts)):
@@ -300,7 +301,7 @@ def _reader(model: nn.Module, name: str) -> str | None:
         way = rf"\bself\.{parts[-1]}" if above == 0 else rf"\.{parts[-2]}\.{parts[-1]}"
         for base in kind.__mro__:
             if base.__module__.startswith("transformers.models") or base is kind:
-                if re.search(rf"{way}\.weight\b", _code_of(base)):
+                if re.search(rf"{way}\.weight\b(?!\")", _code_of(base)):
                     return base.__name__
     return None
 
