@@ -118,6 +118,18 @@ def test_calibrated(folder):
     assert again.config.quantization_config.calibration == done.calibration
 
 
+def test_a_calibrated_model_that_was_loaded_can_be_plain(folder):
+    model = make("qwen2")
+    quantize(model, text=TEXT)
+    loaded = load(folder(model))
+    with torch.enable_grad():  # as users call it
+        plain = loaded.dequantize()
+    name = "model.layers.0.self_attn.q_proj"
+    expected = model.get_submodule(name).decode(torch.bfloat16)
+    assert torch.equal(plain.get_submodule(name).weight, expected)
+    assert plain.get_submodule(name).weight.requires_grad
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_does_not_matter(dtype):
     model, like = make(dtype=torch.float32), make(dtype=torch.float32)

@@ -285,6 +285,7 @@ class TurboQuantHfQuantizer(HfQuantizer):
         return True
 
     @lasting()
+    @torch.no_grad()  # factors of channels that were read from files ask for gradients
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         if is_distributed(model):
             raise ValueError(
