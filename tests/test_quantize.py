@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers import WORDS, save_words_tokenizer, tiny_llama
@@ -142,6 +143,21 @@ def test_folders_that_cannot_be_used(folder, tmp_path, capsys):
     path.write_text(json.dumps(config))
     assert "quantised already (int4)" in says(folder, tmp_path / "inner")
     assert not (tmp_path / "twice").exists()
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+def test_files_without_a_weight(name, calibrated, text, tmp_path, capsys):
+    """transformers would draw it at random, with a warning."""
+    folder, out = tmp_path / "model", tmp_path / "out"
+    save_words_tokenizer(folder)
+    tiny_llama(vocab_size=128).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert run(folder, out, *(["--calibrate", text] if calibrated else [])) == 1
+    assert name.removesuffix(".weight") in capsys.readouterr().err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("calibrated", [False, True])

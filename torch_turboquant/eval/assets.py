@@ -237,14 +237,23 @@ def load_weights(kind: Any, dense: Path, **options: Any) -> Any:
     """`kind.from_pretrained` of a folder, without a download.
 
     Raises:
-        ValueError: a file of weights is damaged.
+        ValueError: a file of weights is damaged, or weights are in no file, for which transformers
+            draws numbers at random.
     """
     from safetensors import SafetensorError
 
+    options = {**options, "local_files_only": True, "output_loading_info": True}
     try:
-        return kind.from_pretrained(dense, local_files_only=True, **options)
+        model, found = kind.from_pretrained(dense, **options)
     except SafetensorError as error:
         raise ValueError(f"the weights in {dense} are damaged: {error}") from error
+    missing = sorted(found["missing_keys"])
+    if missing:
+        names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ValueError(
+            f"the files in {dense} lack {len(missing)} weights of a {type(model).__name__}: {names}"
+        )
+    return model
 
 
 def check_dense(dense: Path) -> None:
