@@ -6,7 +6,7 @@ it, agree about every family.
 
 import pytest
 
-from tests.test_memory import PLAIN
+from tests.memory.harness import PLAIN
 from torch_turboquant.models import (
     IncompleteConfig,
     Kind,
