@@ -122,9 +122,11 @@ def test_a_calibrated_model_that_was_loaded_can_be_plain(folder):
     model = make("qwen2")
     quantize(model, text=TEXT)
     loaded = load(folder(model))
-    with torch.enable_grad():  # as users call it
-        plain = loaded.dequantize()
     name = "model.layers.0.self_attn.q_proj"
+    assert not any(p.requires_grad for p in loaded.get_submodule(name).parameters())
+    with torch.enable_grad():  # as users call it
+        loaded.get_submodule(name).decode()
+        plain = loaded.dequantize()
     expected = model.get_submodule(name).decode(torch.bfloat16)
     assert torch.equal(plain.get_submodule(name).weight, expected)
     assert plain.get_submodule(name).weight.requires_grad

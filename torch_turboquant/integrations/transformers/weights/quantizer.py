@@ -239,7 +239,9 @@ class TurboQuantHfQuantizer(HfQuantizer):
                 f"another shape: {', '.join(summary(dict.fromkeys(missing, '')))}. {why}"
             )
         for name in self._packed.keys() - self._experts:
-            model.get_submodule(name).place_constants()
+            layer: Any = model.get_submodule(name)
+            layer.requires_grad_(False)  # transformers asks for gradients of what it reads
+            layer.place_constants()
         if conversions := leave_packed_alone(conversions_to_save(model), model):
             vars(model)["_weight_conversions"] = conversions  # save_pretrained uses these
         return model
@@ -285,7 +287,6 @@ class TurboQuantHfQuantizer(HfQuantizer):
         return True
 
     @lasting()
-    @torch.no_grad()  # factors of channels that were read from files ask for gradients
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         if is_distributed(model):
             raise ValueError(
