@@ -250,6 +250,19 @@ def score_work(heads: int, keys: int, bits: int) -> Work:
     )
 
 
+def sketch_work(n: int, d: int, dtype: torch.dtype) -> Work:
+    """Sketches with a dense projection, beside the product alone that PyTorch would begin with."""
+    x, projection = torch.randn(n, d).to(dtype), tt.gaussian_projection(d, d, 0)
+    plain = x.float()
+    return Work(
+        f"qjl_sketch dense {common.short_name(dtype)} {n} x {d}",
+        lambda: tt.qjl_sketch(x, projection),
+        x.nbytes + projection.nbytes + n * (d // 8 + 4),
+        n,
+        others={"fp32_matmul_ms": lambda: plain @ projection.T},
+    )
+
+
 def cache_work(name: str, search: int, tokens: int, loads: bool) -> Work:
     config = tt.preset(name, D, search=search)
     tables = tt.make_tables(config, 0)
@@ -331,6 +344,9 @@ def works(quick: bool) -> Iterator[Callable[[], Work]]:
     for bits in (4, 3):
         for dtype in dtypes:
             yield lambda dtype=dtype, bits=bits: decode_work(n, dtype, bits)
+    for dtype in dtypes:
+        yield lambda dtype=dtype: sketch_work(n, D, dtype)
+    yield lambda: sketch_work(n // 64, 12 * D, torch.float32)
     for name in ("k4v4", "k3v3"):
         for count in (tokens, 1):
             for search in (1, 8):

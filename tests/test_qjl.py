@@ -105,6 +105,18 @@ def test_tiny_dense_sketches(d, dtype, device):
     assert_same_bytes(norm, expected[1])
 
 
+@pytest.mark.parametrize("d", [36, 128, 1536])
+def test_bytes_do_not_depend_on_the_number_of_vectors(d, device):
+    """Few vectors are summed in the order of the format, of many it is estimated at first."""
+    s, x = projection("dense", d, 24).to(device), randn(120, d, seed=d).round().to(device)
+    bits, norm = tt.qjl_sketch(x, s)
+    for first, count in [(0, 1), (3, 11), (5, 15), (0, 16), (7, 17), (40, 25), (31, 0)]:
+        part = slice(first, first + count)
+        some = tt.qjl_sketch(x[part], s)
+        assert_same_bytes(some[0], bits[part])
+        assert_same_bytes(some[1], norm[part])
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_bytes_of_a_dense_projection_that_is_not_finite(dtype, device):
     """A NaN in a row makes its bits 0; infinity times what it meets decides."""

@@ -255,6 +255,23 @@ struct Scores {
   bool add;        // to what is there
 };
 
+// What became of a vector that was divided by a power of two, so that no sum of its squares over- or underflows.
+struct Prescaled {
+  float length;  // after the division; NaN if it had a NaN or an infinity: its channels are zeros now
+  float up;      // the power of two
+};
+
+// A dense projection as the estimates of sketches take it. Sixteen rows are the lanes of a vector.
+constexpr int kPanelRows = 16;
+struct SketchPanels {
+  const float* matrix;  // [rows, d]
+  int64_t rows;
+  format::Split split;
+  float* panels;  // [ceil(rows / 16), d, 16]; zeros where there are no rows
+  float* bounds;  // [ceil(rows / 16), 16]: times a vector's length, how far from zero an estimated sum is trusted
+};
+constexpr int kSketchVectors = 12;  // vectors of estimates come in multiples of this
+
 constexpr int kQueryMargin = 128;  // elements behind those of a query in the scratch of query_factors
 
 // ---- linear --------------------------------------------------------------------------------------------------------
@@ -402,10 +419,17 @@ struct Kernels {
   void (*score_rows)(const DenseRows& keys, int64_t begin, int64_t end, const ScoreQueries& queries, const Scores& out,
                      uint8_t* scratch);
 
+  Prescaled (*prescale)(float* x, format::Split split);
   // out[i] = matrix[i] . x by the fixed tree. matrix: [rows, d]
   void (*project)(const float* matrix, int64_t rows, format::Split split, const float* x, float* out);
   // Bit i: x[i] >= 0. x: [count], a multiple of 8
   void (*sign_bits)(const float* x, int64_t count, uint8_t* bits);
+  // Fills panels [begin, end) and their bounds.
+  void (*sketch_panels)(const SketchPanels& panels, int64_t begin, int64_t end);
+  // The bits that `project` and `sign_bits` would give. x: [count up to a multiple of kSketchVectors, d], where what
+  // stands behind the last vector does not matter; length: [count], of these vectors; of NaN bits are 0.
+  // bits: [count, rows / 8]
+  void (*sketch_signs)(const SketchPanels& panels, const float* x, const float* length, int64_t count, uint8_t* bits);
 
   // Blocks [begin, end) of a weight. packed: of all blocks
   void (*encode_weight)(const WeightEncoder& encoder, int64_t begin, int64_t end, uint8_t* packed);

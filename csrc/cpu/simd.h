@@ -7,9 +7,9 @@
 // lanes: the vectors (Floats, Ints, Shorts, Bytes, Mask) with loads, stores, arithmetic, comparisons and conversions;
 // butterfly, swap_lanes, pair_sums, sum_quads and interleave_pairs between lanes; the tables (Table16, Table32,
 // Table128, CodeTable, LevelTable, Boundaries) with their look-ups; BitLayout with store_packed and load_packed;
-// Levels, Factors and Products with kLevelBias for integer dot products; and kUnroll. No verb may fuse a multiplication
-// and an addition unless the product is exact. The set is included below, compiled by a file in levels/ and offered to
-// processors by common/dispatch.cpp; tests/test_simd.py then compares it with portable.h.
+// Levels, Factors and Products with kLevelBias for integer dot products; kUnroll and kSums. No verb but add_product may
+// fuse a multiplication and an addition unless the product is exact. The set is included below, compiled by a file in
+// levels/ and offered to processors by common/dispatch.cpp; tests/test_simd.py then compares it with portable.h.
 //
 // Everything lives in the namespace of the level that includes this file: an inline function compiled for AVX-512 must
 // never be the copy that the linker keeps for other machines. Kernels use no standard library for the same reason: its

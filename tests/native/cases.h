@@ -11,6 +11,6 @@ using Case = void(const Kernels& k, Random& random, Written& written);
 Case query_factors, attend_pages, attend_exact, score_rows, latents;
 
 // codec_kernels.cpp
-Case convert, project, hadamard, rotate, pack, encode, decode, cache, group, move, weights;
+Case convert, project, sketch, hadamard, rotate, pack, encode, decode, cache, group, move, weights;
 
 }  // namespace sanitized

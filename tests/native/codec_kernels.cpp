@@ -16,6 +16,26 @@ void project(const Kernels& k, Random& random, Written& written) {
   written.add(bits);
 }
 
+void sketch(const Kernels& k, Random& random, Written& written) {
+  const int64_t d = random.vector_dim(), rows = 8 * random.between(1, 6), count = random.between(1, 30);
+  const int64_t panels = (rows + kPanelRows - 1) / kPanelRows;
+  Memory<float> matrix(rows * d), x((count + kSketchVectors - 1) / kSketchVectors * kSketchVectors * d), length(count);
+  Memory<float> in_panels(panels * kPanelRows * d), bounds(panels * kPanelRows);
+  const format::Split split = format::split_dim(d);
+  for (int64_t i = 0; i < rows; ++i) random.fill(matrix.get() + i * d, d);
+  for (int64_t i = 0; i < count; ++i) {
+    random.fill(x.get() + i * d, d);
+    const Prescaled scaled = k.prescale(x.get() + i * d, split);
+    length[i] = scaled.length;
+    written.add(&scaled.length, 1), written.add(&scaled.up, 1);
+  }
+  const SketchPanels p{matrix.get(), rows, split, in_panels.get(), bounds.get()};
+  k.sketch_panels(p, 0, panels);
+  Memory<uint8_t> bits(count * rows / 8);
+  k.sketch_signs(p, x.get(), length.get(), count, bits.get());
+  written.add(bits);
+}
+
 void convert(const Kernels& k, Random& random, Written& written) {
   const int64_t count = random.between(0, 70);
   const Dtype dtype = random.dtype();

@@ -27,6 +27,7 @@ const std::map<std::string, Case*> CASES = {
     {"attend_exact", attend_exact},
     {"score_rows", score_rows},
     {"project", project},
+    {"sketch", sketch},
     {"hadamard", hadamard},
     {"rotate", rotate},
     {"pack", pack},

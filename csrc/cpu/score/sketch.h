@@ -2,8 +2,6 @@
 // and `score` share. docs/format.md section 10 fixes the bits.
 #pragma once
 
-#include <algorithm>
-#include <cfloat>
 #include <cmath>
 #include <cstring>
 
@@ -13,33 +11,6 @@
 #include "cpu/score/queries.h"
 
 namespace turboquant::cpu {
-
-// 2^e for |e| <= 126, exactly.
-inline float power_of_two(int e) {
-  const uint32_t bits = static_cast<uint32_t>(e + 127) << 23;
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-// The exponent by which a vector is scaled before any sum of squares, so that nothing over- or underflows.
-inline int prescale_exponent(float amax) {
-  uint32_t bits;
-  std::memcpy(&bits, &amax, sizeof bits);
-  return std::clamp(static_cast<int>(bits >> 23 & 255) - 127, -100, 100);
-}
-
-// max |x|, or infinity when any channel is NaN or infinite.
-inline float finite_amax(const float* x, int d) {
-  float amax = 0;
-  bool finite = true;
-  for (int c = 0; c < d; ++c) {
-    const float a = std::fabs(x[c]);
-    finite &= a <= FLT_MAX;
-    amax = a > amax ? a : amax;
-  }
-  return finite ? amax : INFINITY;
-}
 
 class Sketch {
  public:
@@ -64,20 +35,18 @@ class Sketch {
 
   // r: [d], destroyed -> bits: [bytes()]. Returns the norm. projected: [rows], work space.
   float sketch(float* r, uint8_t* bits, float* projected) const {
-    const float amax = finite_amax(r, static_cast<int>(d_));
-    if (!(amax <= FLT_MAX)) {
+    const Prescaled scaled = kernels().prescale(r, split_);
+    if (std::isnan(scaled.length)) {
       std::memset(bits, 0, bytes());
-      return NAN;
+    } else {
+      project(r, projected);
+      kernels().sign_bits(projected, rows(), bits);
     }
-    const int e = prescale_exponent(amax);
-    const float down = power_of_two(-e);
-    for (int64_t c = 0; c < d_; ++c) r[c] *= down;
-    project(r, projected);
-    kernels().sign_bits(projected, rows(), bits);
-    float square;
-    kernels().project(r, 1, split_, r, &square);
-    return std::sqrt(square) * power_of_two(e);
+    return scaled.length * scaled.up;
   }
+
+  const Projection& projection() const { return projection_; }
+  format::Split split() const { return split_; }
 
  private:
   Projection projection_;

@@ -7,7 +7,7 @@
 
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
-constexpr int kUnroll = 16;
+constexpr int kUnroll = 16, kSums = 6;
 
 struct Floats {
   __m256 a, b;
@@ -94,6 +94,9 @@ inline Ints max(Ints x, Ints y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max
 inline Floats abs(Floats x) {
   const __m256 keep = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   return {_mm256_and_ps(x.a, keep), _mm256_and_ps(x.b, keep)};
+}
+inline Floats add_product(Floats sum, Floats x, Floats y) {
+  return {_mm256_fmadd_ps(x.a, y.a, sum.a), _mm256_fmadd_ps(x.b, y.b, sum.b)};
 }
 inline Ints operator+(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline Ints operator-(Ints x, Ints y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }

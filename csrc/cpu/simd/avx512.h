@@ -6,6 +6,7 @@
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
 constexpr int kUnroll = 16;  // of loops over the vectors of a row, which then stay in registers
+constexpr int kSums = 12;    // Floats that stay in registers beside the operands of their sums
 
 struct Floats {
   __m512 v;
@@ -80,6 +81,7 @@ inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }  // 
 inline Ints max(Ints a, Ints b) { return {_mm512_max_epi32(a.v, b.v)}; }
 inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }  // a < b ? a : b
 inline Floats abs(Floats a) { return {_mm512_abs_ps(a.v)}; }
+inline Floats add_product(Floats sum, Floats a, Floats b) { return {_mm512_fmadd_ps(a.v, b.v, sum.v)}; }
 inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 template <int N>

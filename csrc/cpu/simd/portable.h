@@ -5,6 +5,7 @@
 namespace turboquant::cpu::TURBOQUANT_LEVEL {
 
 constexpr int kUnroll = 1;  // a vector is a loop already
+constexpr int kSums = 3;
 
 struct Floats {
   float v[16];
@@ -124,6 +125,8 @@ inline Ints max(const Ints& a, const Ints& b) {
 inline Floats abs(const Floats& a) {
   return lanes<Floats>([&](int i) { return __builtin_fabsf(a.v[i]); });
 }
+// May be rounded once or twice: for estimates only.
+inline Floats add_product(const Floats& sum, const Floats& a, const Floats& b) { return sum + a * b; }
 // Additions are unsigned, because sums may wrap on their way to a result that fits.
 inline Ints operator+(const Ints& a, const Ints& b) {
   return lanes<Ints>([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(a.v[i]) + b.v[i]); });
