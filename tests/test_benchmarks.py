@@ -309,8 +309,9 @@ def test_a_processor_of_one_name_and_other_levels_changes_no_row(monkeypatch):
     written = []
     monkeypatch.setattr(bench.common, "write_rows", lambda *given: written.extend(given[1]))
     real = bench.common.read_rows("cpu")
+    every = "avx512 avx2 portable"
     less = {**here, "levels": "avx2 portable", "ms": 1e3, "speedup_vs_bf16": 9.0, "threads": 9}
-    new = [{**row, **less} for row in real if row["level"] == "avx2"]
+    new = [{**row, **less} for row in real if (row["level"], row["levels"]) == ("avx2", every)]
     bench.common.write_progress("cpu", new, bench.KEY, Namespace(device="cpu"))
     assert len(written) == len(real) + len(new)
     written.clear()
