@@ -6,6 +6,7 @@ never leads to half of it.
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -93,6 +94,23 @@ def opened(path: str | os.PathLike[str], kind: str, file_format: str) -> Iterato
             yield file
     except SafetensorError as error:
         raise damaged(path, kind, str(error)) from error
+
+
+def told(
+    path: str | os.PathLike[str], kind: str, metadata: Mapping[str, str], name: str
+) -> dict[str, Any]:
+    """What the metadata of a file say under a name: an object of JSON.
+
+    Raises:
+        ValueError: they say nothing there, or something else.
+    """
+    try:
+        found = json.loads(metadata[name])
+    except (KeyError, ValueError, RecursionError) as error:
+        raise damaged(path, kind, repr(error)) from error
+    if not isinstance(found, dict):
+        raise damaged(path, kind, f"{name} in its metadata is no object of JSON")
+    return found
 
 
 def damaged(path: str | os.PathLike[str], kind: str, why: str) -> ValueError:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pickle
 
 import pytest
@@ -208,6 +209,42 @@ def test_pages_of_other_formats_and_levels():
         pool.adopt(dataclasses.replace(exported, fingerprint=other))
     with pytest.raises(ValueError, match="0 layers there"):
         pool.adopt(dataclasses.replace(exported, fingerprint={}))
+    for layers in (None, 2, [None, None]):
+        with pytest.raises(ValueError, match="the layers there are no list of objects"):
+            pool.adopt(dataclasses.replace(exported, fingerprint={"layers": layers}))
+
+
+def test_files_that_say_something_else(tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "sequence.safetensors"
+    pool = make_pool()
+    pool.export(filled(pool, 20)[0]).save(path)
+    tensors = load_file(path)
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    numbers = json.loads(metadata["sequence"])
+    for change in (
+        {"fingerprint": "null"},
+        {"fingerprint": "[" * 100_000},
+        {"sequence": "5"},
+        {"sequence": json.dumps({**numbers, "length": math.inf})},
+        {"sequence": json.dumps({**numbers, "length": "20"})},
+        {"sequence": json.dumps({**numbers, "layers": 2.0})},
+    ):
+        save_file(tensors, path, metadata={**metadata, **change})
+        with pytest.raises(
+            ValueError, match=r"sequence\.safetensors is no file of a sequence, or d"
+        ):
+            tt.ExportedSequence.load(path)
+
+
+def test_a_length_that_no_memory_holds():
+    pool = make_pool()
+    exported = pool.export(filled(pool, 20)[0])
+    with pytest.raises(ValueError, match="pages has shape"):
+        pool.adopt(dataclasses.replace(exported, length=2**60))
 
 
 def test_exported_tensors_that_are_no_sequence():

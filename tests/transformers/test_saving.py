@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -483,6 +484,20 @@ def test_files_that_say_something_else(saved):
         changed(layers={"0": [2, "int8"]}),
         changed(config={"kind": "Path"}),
         changed(center="somewhere"),
+        changed(columns=90.0),
+        changed(max_batch_size=2**64),
+        changed(max_q_len=None),
+        changed(max_cache_len="many"),
+        changed(static="no"),
+        changed(evict=5),
+        changed(keep=2.0),
+        changed(layers={str(i): [math.inf, "float32"] for i in range(3)}),
+        changed(layers={str(i): [0, "float32"] for i in range(3)}),
+        changed(states={"0": {}}),
+        {"cache": "[" * 100_000},
+        {"model": None},
+        {"model": "{"},
+        {"model": "[]"},
     ):
         refused(rewrite(told), saved, damaged)
     tensors = load_file("cache.safetensors")
@@ -505,6 +520,14 @@ def test_a_state_of_another_transformers():
             path = rewrite(changed(states={**states, first: state}))
             with pytest.raises(ValueError, match=f"layer {first} was saved as a .* of another ver"):
                 TurboQuantCache.load(path, model)
+        for state in ({}, {**states[first], "state": 5}, {**states[first], "state": {
+            **states[first]["state"], "dtype": {"dtype": "load"}}}):  # fmt: skip
+            path = rewrite(changed(states={**states, first: state}))
+            with pytest.raises(ValueError, match=f"damaged: the state of layer {first} cannot be"):
+                TurboQuantCache.load(path, model)
+        del states[first]
+        with pytest.raises(ValueError, match="or damaged: it has states of layers"):
+            TurboQuantCache.load(rewrite(changed(states=states)), model)
         cache.layers[int(first)].something = object()
         with pytest.raises(TypeError, match="with a object, which a file cannot hold"):
             cache.save("other.safetensors")

@@ -412,6 +412,7 @@ class PagedKVPool(PoolSequences):
         Raises:
             ValueError: another fingerprint, the text names all differences; tensors that do not fit
                 the fingerprint; more than max_seq_len tokens.
+            TypeError: tensors of another dtype.
             PoolExhausted: too few free pages, or no free sequence; nothing has changed.
         """
         with self._lock:

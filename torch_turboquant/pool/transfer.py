@@ -108,17 +108,18 @@ def _read(path: str | os.PathLike[str]) -> tuple[ExportedSequence, str]:
     """The sequence of a file, and its mark."""
     with _files.opened(path, _KIND, FILE_FORMAT) as file:
         metadata = file.metadata()
+        fingerprint = _files.told(path, _KIND, metadata, "fingerprint")
+        numbers = _files.told(path, _KIND, metadata, "sequence")
         try:
-            fingerprint = json.loads(metadata["fingerprint"])
-            numbers = json.loads(metadata["sequence"])
+            _checks.check_whole(**numbers)
             counts = {"pages": numbers["layers"], "exact": numbers["exact_layers"]}
             tensors = {
                 part: tuple(file.get_tensor(f"{part}.{layer}") for layer in range(count))
                 for part, count in counts.items()
             }
-            length, first = int(numbers["length"]), int(numbers["ring_first"])
-            dropped = int(numbers["dropped"])
-        except (KeyError, TypeError, ValueError) as error:
+            length, first = numbers["length"], numbers["ring_first"]
+            dropped = numbers["dropped"]
+        except (KeyError, ValueError) as error:
             raise _files.damaged(path, _KIND, repr(error)) from error
     exported = ExportedSequence(fingerprint, length, first, **tensors, dropped=dropped)
     return exported, metadata.get("mark", "")
@@ -287,7 +288,6 @@ def _check_tensors(memory: PoolMemory, books: Books, exported: ExportedSequence)
             "supported: 0 <= ring_first <= length"
         )
     layers, heads = len(sizes.configs), sizes.num_kv_heads
-    held = len(held_positions(length, exported.ring_first, books.rings.sinks))
     for name, parts, expected in (
         ("pages", exported.pages, layers),
         ("exact", exported.exact, 0 if memory.tails is None else layers),
@@ -297,6 +297,8 @@ def _check_tensors(memory: PoolMemory, books: Books, exported: ExportedSequence)
     for c, pages in zip(sizes.configs, exported.pages, strict=True):
         _checks.check_dtype("pages", pages, (torch.uint8,))
         _checks.check_shape("pages", pages, (books.pages_of(length), heads, c.record_bytes))
+    # behind the check of the pages: a length that they do not have would take memory here
+    held = len(held_positions(length, exported.ring_first, books.rings.sinks))
     for c, exact in zip(sizes.configs, exported.exact, strict=False):
         _checks.check_dtype("exact", exact, (sizes.dtype,))
         _checks.check_shape("exact", exact, (heads, held, 2, c.head_dim))
@@ -304,12 +306,14 @@ def _check_tensors(memory: PoolMemory, books: Books, exported: ExportedSequence)
 
 def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     """The entries in which two fingerprints differ, in words."""
+    theirs, mine = there.get("layers", []), here["layers"]
+    if not (isinstance(theirs, list) and all(isinstance(layer, dict) for layer in theirs)):
+        return ["the layers there are no list of objects"]
     found = [
         f"{name} is {there.get(name)} there and {here[name]} here"
         for name in here
         if name != "layers" and there.get(name) != here[name]
     ]
-    theirs, mine = there.get("layers", []), here["layers"]
     if len(theirs) != len(mine):
         return [*found, f"{len(theirs)} layers there and {len(mine)} here"]
     for name in mine[0]:

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_turboquant import _files
-from torch_turboquant._checks import FLOATS_BY_NAME
+from torch_turboquant._checks import FLOATS_BY_NAME, check_whole
 from torch_turboquant.centers import differences
 from torch_turboquant.config import CacheConfig
-from torch_turboquant.eviction import Policy
+from torch_turboquant.eviction import Eviction, Policy
 from torch_turboquant.format import FORMAT_VERSION, latent_own_bytes, own_bytes
 from torch_turboquant.integrations.transformers import centers
 from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
@@ -49,6 +49,7 @@ _CONFIGS: dict[str, type[AnyConfig]] = {
     kind.__name__: kind for kind in (CacheConfig, LatentConfig, UncompressedLatents)
 }
 _OWN_POLICY = "a function"  # where a file would have the name of a policy
+_MOST = 2**31  # no number of tokens or sequences is as large: ops count with int32
 _SAMPLE = 64  # elements of each parameter that stand for it
 
 
@@ -349,21 +350,37 @@ class _Saved:
     states: dict[int, Any]
 
     @classmethod
-    def of(cls, text: str) -> _Saved:
+    def of(cls, values: dict[str, Any]) -> _Saved:
         """From the JSON of a file.
 
         Raises:
-            KeyError, TypeError, ValueError: it says something else.
+            AttributeError, KeyError, TypeError, ValueError: it says something else.
         """
-        values = json.loads(text)
         values = {field.name: values[field.name] for field in fields(cls)}
         for name, read in (("configs", _config_of), ("layers", _layer_of), ("states", dict)):
             values[name] = {int(index): read(x) for index, x in values[name].items()}
         values["config"] = _config_of(values["config"])
         found = cls(**values)
+        found.check_types()
         if not found.fits():
             raise ValueError("its numbers do not fit together")
         return found
+
+    def check_types(self) -> None:
+        """Raises a TypeError or ValueError unless every value is one that `save` writes."""
+        single = ("max_batch_size", "max_q_len", "batch", "columns", "prompt_end")
+        numbers = [getattr(self, name) for name in single]
+        numbers += [*self.pads, *self.evicted, *(heads for heads, _ in self.layers.values())]
+        numbers += [n for stored, first in self.places for n in (*stored, *first)]
+        if self.max_cache_len is not None:
+            numbers.append(self.max_cache_len)
+        for number in numbers:
+            check_whole(number=number)
+            if number >= _MOST:
+                raise ValueError(f"it has the number {number}")
+        if not (type(self.static) is type(self.encoded) is bool and isinstance(self.evict, str)):
+            raise TypeError("static, encoded or evict is of another type")
+        Eviction(self.keep, Eviction().evict if self.evict == _OWN_POLICY else self.evict)
 
     def lengths(self, thinned: bool) -> list[int]:
         """Tokens of every sequence; thinned: in layers that have evicted some.
@@ -385,6 +402,7 @@ class _Saved:
             and all(self._fits(bool(i), *places) for i, places in enumerate(self.places))
             and self.center in ("auto", "mean", "given", "none")
             and len(self.layers) > 0
+            and min(heads for heads, _ in self.layers.values()) >= 1
             and not (self.static and not self.encoded)
         )
 
@@ -407,7 +425,7 @@ def _config_of(values: dict[str, Any]) -> AnyConfig:
 
 def _layer_of(values: list[Any]) -> tuple[int, torch.dtype]:
     heads, dtype = values
-    return int(heads), FLOATS_BY_NAME[dtype]
+    return heads, FLOATS_BY_NAME[dtype]
 
 
 def load(
@@ -425,7 +443,9 @@ def load(
         saved = _parsed(path, metadata)
         _check_model(path, metadata, saved, model)
         sizes = {"max_batch_size": max_batch_size, "max_cache_len": max_cache_len}
-        saved = replace(saved, **{name: n for name, n in sizes.items() if n is not None})
+        sizes = {name: n for name, n in sizes.items() if n is not None}
+        check_whole(**sizes)
+        saved = replace(saved, **sizes)
         _check_room(saved)
         cache = _empty(kind, path, saved, model, file, evict)
         try:
@@ -438,10 +458,11 @@ def load(
 
 
 def _parsed(path: str | os.PathLike[str], metadata: dict[str, str]) -> _Saved:
+    values = _files.told(path, _KIND, metadata, "cache")
     try:
-        version = json.loads(metadata["cache"])["format_version"]
+        version = values["format_version"]
         if version == FORMAT_VERSION:
-            return _Saved.of(metadata["cache"])
+            return _Saved.of(values)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _files.damaged(path, _KIND, repr(error)) from error
     raise ValueError(
@@ -455,7 +476,7 @@ def _check_model(
 ) -> None:
     windows = layer_windows(model)  # first of all refuses what is not supported
     expected = _shape_of(centers.fingerprint(model))
-    if wrong := differences(json.loads(metadata.get("model", "{}")), expected):
+    if wrong := differences(_files.told(path, _KIND, metadata, "model"), expected):
         raise ValueError(f"{path} holds a cache of another model: {wrong}")
     if saved.windows != windows:
         raise ValueError(f"{path} holds a cache of a model with other sliding windows")
@@ -541,6 +562,11 @@ def _check_contents(
     if found != expected or sorted(saved.layers) != packed:
         lacks, more = sorted(expected - found), sorted(found - expected)
         raise _files.damaged(path, _KIND, f"it lacks {lacks} and has {more} too much")
+    others = [index for index in range(len(cache.layers)) if index not in packed]
+    if sorted(saved.states) != others:
+        raise _files.damaged(
+            path, _KIND, f"it has states of layers {sorted(saved.states)}, expected {others}"
+        )
 
 
 def _devices(model: nn.Module) -> dict[int, torch.device]:
@@ -654,15 +680,25 @@ def _restore_state(
             fixed(found)  # as transformers does
             return found
         if "dtype" in plain:
-            return getattr(torch, plain["dtype"])
+            dtype = getattr(torch, plain["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{dtype} is no dtype")
+            return dtype
         if "device" in plain:
             return devices[index]
         return {key: value(x) for key, x in plain["entries"]}
 
-    kind, state = saved["kind"], saved["state"]
-    if kind != type(layer).__name__ or not set(vars(layer)) <= set(state):
+    try:
+        kind, state = saved["kind"], saved["state"]
+        if kind == type(layer).__name__ and set(vars(layer)) <= set(state):
+            vars(layer).update({name: value(x) for name, x in state.items()})
+            return
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"the state of layer {index} was saved as a {kind} of another version of transformers: "
-            "run the prompt and save it again"
-        )
-    vars(layer).update({name: value(x) for name, x in state.items()})
+            f"the file of the cache is damaged: the state of layer {index} cannot be read: "
+            f"{error!r}"
+        ) from error
+    raise ValueError(
+        f"the state of layer {index} was saved as a {kind} of another version of transformers: "
+        "run the prompt and save it again"
+    )
