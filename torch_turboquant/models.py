@@ -191,7 +191,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         )
     try:
         config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # of JSON, of UTF-8, too deep
         raise ValueError(f"cannot read the model configuration {path}: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no model configuration: expected a JSON object")

@@ -257,3 +257,10 @@ def test_a_path_that_the_system_refuses(capsys):
     """A name that is too long, or a file in a folder that this user may not enter."""
     error = command(capsys, f"--context 10 --config {'a' * 300}", code=1)
     assert error.startswith("memory: cannot read the model configuration a") and "too long" in error
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, f'{{"hidden_size": {"1" * 5000}}}', "{"])
+def test_a_configuration_that_is_no_json(capsys, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    error = command(capsys, f"--context 10 --config {tmp_path}", code=1)
+    assert error.startswith(f"memory: cannot read the model configuration {tmp_path}")
