@@ -1,6 +1,7 @@
 """`torch_turboquant quantize`: a tiny model in a folder, and the folder that comes out."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -233,3 +234,30 @@ def test_options(folder, capsys):
     with pytest.raises(SystemExit):
         run(folder, "out", "--layer", "lm_head")
     assert "'lm_head' is no NAME=BITS" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("room", [100, 50_000])
+def test_a_disk_that_is_full(room, folder, tmp_path, capsys):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        assert run(folder, tmp_path / "out") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_no_room_for_the_report(folder, tmp_path, capsys, monkeypatch):
+    report = tmp_path / "report.json"
+    report.write_text("old")
+
+    def full(self, text):
+        self.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    assert run(folder, tmp_path / "out", "--report", report) == 1
+    assert "no space left" in capsys.readouterr().err
+    assert report.read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "report.json"]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_turboquant._checks import FLOATS_BY_NAME
+from torch_turboquant._files import replacing
 from torch_turboquant.eval.options import (
     actual_device,
     add_device_argument,
@@ -113,12 +114,13 @@ def run(args: argparse.Namespace) -> int:
         with new_folder(args.out) as folder:
             facts = pack(args, text, folder)
             copy_others(args.model, folder)
+        facts["seconds"] = round(time.perf_counter() - started, 1)
+        if args.report:
+            with replacing(args.report.resolve()) as report:  # a link stays one
+                report.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
     except (OSError, ValueError) as error:
         print(f"quantize: {error}", file=sys.stderr)
         return 1
-    facts["seconds"] = round(time.perf_counter() - started, 1)
-    if args.report:
-        args.report.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
     print(summary(args.out, facts))
     return 0
 
@@ -156,6 +158,8 @@ def pack(args: argparse.Namespace, text: str | None, folder: Path) -> dict[str, 
     Raises:
         ValueError: the model cannot be packed, or the text is too short.
     """
+    from safetensors import SafetensorError
+
     from torch_turboquant.eval import assets
     from torch_turboquant.integrations.transformers.weights import (
         TurboQuantConfig,
@@ -179,7 +183,10 @@ def pack(args: argparse.Namespace, text: str | None, folder: Path) -> dict[str, 
         model.to(actual_device(args.device))
         limits = {n: v for n in ("tokens", "budget") if (v := getattr(args, n)) is not None}
         rows = quantize(model, config, text=text, tokenizer=tokenizer, **limits)
-    model.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # a full disk is no OSError to safetensors
+        raise OSError(f"{args.out} cannot be written: {error}") from error
     done = model.config.quantization_config
     return {
         "model": str(args.model),
