@@ -61,6 +61,16 @@ def test_factors_of_many_layers_are_those_of_each():
         torch.testing.assert_close(together[layer], channel_scales(w[layer], moments(x[layer])))
 
 
+def test_silent_channels_are_those_of_their_own_layer():
+    """What is silent, and beside which channels, no other layer's loudness decides."""
+    loud, w = torch.rand(3, 16) + 0.1, torch.stack([weights(8, 16)] * 3)
+    energies = loud * torch.tensor([[1.0], [1e4], [0.0]])
+    energies[:2, 5] = 0
+    together = channel_scales(w, energies)
+    for layer in range(3):
+        torch.testing.assert_close(together[layer], channel_scales(w[layer], energies[layer]))
+
+
 def test_silent_channels_have_factors():
     energy = torch.tensor([0.0, 1.0, 4.0, 0.0])
     w = torch.tensor([[1.0, 2.0, 0.0, 0.0]])

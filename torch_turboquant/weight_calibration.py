@@ -65,12 +65,13 @@ def channel_scales(weight: Tensor, moment: Tensor, power: float = ROUNDED) -> Te
 
 
 def _audible(x: Tensor) -> Tensor:
-    """Energies of channels in units of the largest, the silent ones as the quietest that speaks.
+    """Energies of channels in units of their layer's largest, the silent ones as the quietest that
+    speaks.
 
     Where all are silent, as in a block that somebody has added as zeros, all are alike.
     """
-    top = x.max()
-    return (x / top).clamp(min=_TINY) if top > 0 else torch.ones_like(x)
+    top = x.amax(-1, keepdim=True)
+    return torch.where(top > 0, (x / top).clamp(min=_TINY), 1)
 
 
 def _energy(weight: Tensor, moment: Tensor) -> Tensor:
