@@ -392,6 +392,9 @@ def test_tables():
     for wrong in (torch.zeros(96), torch.zeros(2, 5, 96), torch.zeros(5, 95)):
         with pytest.raises(ValueError, match=r"center has shape .*, expected \[kv_heads, 96\] or"):
             tt.make_tables(config, 2, center=wrong)
+    huge = torch.full((2, 64), 1e300, dtype=torch.float64)  # infinite in float32
+    with pytest.raises(ValueError, match="center holds NaN or infinity"):
+        tt.make_tables(tt.preset("k4v4", 64), 0, center=huge)
     with pytest.raises(ValueError, match="scale must be positive and finite"):
         tt.make_tables(config, 2, center=torch.zeros(3, 5, 96))
 

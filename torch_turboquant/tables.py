@@ -85,8 +85,9 @@ def own_center(center: Tensor, device: torch.device | str) -> Tensor:
     what a caller does to the tensor that was given must not reach it.
 
     Raises:
-        ValueError: NaN or infinity, which would reach every logit.
+        ValueError: NaN or infinity in float32, which would reach every logit.
     """
-    if not torch.isfinite(center).all():
+    own = center.detach().to(torch.float32, copy=True)
+    if not torch.isfinite(own).all():  # of float64 some numbers are infinite now
         raise ValueError("center holds NaN or infinity")
-    return center.detach().to(device, torch.float32, copy=True).contiguous()
+    return own.to(device).contiguous()
