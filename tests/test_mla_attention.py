@@ -236,3 +236,14 @@ def test_folded_matrices_keep_dtype_and_shape():
     for new, old in zip(folded, (w_uk, w_uv), strict=True):
         assert (new.dtype, new.shape) == (old.dtype, old.shape) and new.is_contiguous()
     assert_same_bytes(tt.rotate_latent(w_uk[0], tables), folded[0][0])
+
+
+def test_folded_matrices_are_new_where_nothing_is_folded():
+    """A model that changes them must not change its weights."""
+    tables = tt.make_latent_tables(tt.latent_preset("k4u", 128, 32, transform=False), 0)
+    given = randn(3, 8, 128, seed=1), randn(3, 128, 5, seed=2)
+    before = [w.clone() for w in given]
+    for new in tt.fold_latent_rotation(*given, tables):
+        new.zero_()
+    for old, kept in zip(given, before, strict=True):
+        assert_same_bytes(old, kept)

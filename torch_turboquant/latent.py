@@ -361,4 +361,5 @@ def _fold(w: Tensor, tables: LatentTables) -> Tensor:
     y = w.detach().float() if inverse is None else w.detach().float() * inverse
     if tables.signs is not None:
         y = hadamard(y.contiguous(), tables.signs)
-    return y.to(w.dtype)
+    # without scales and transform y may be the model's own memory
+    return y.to(w.dtype, copy=inverse is None and tables.signs is None)
