@@ -136,5 +136,9 @@ def test_layers_of_different_sizes(tmp_path):
     centers.save(path, found, config)
     loaded = centers.load(path, config)
     assert all(torch.equal(loaded[i], found[i]) for i in loaded)
+    with pytest.raises(ValueError, match="is of 3 KV heads, the model's layer has 2"):
+        centers.save(path, [torch.randn(3, 32), found[1]], config)
+    with pytest.raises(ValueError, match="is of 1 KV heads, the model's layer has 2"):
+        centers.save(path, [found[0], torch.ones(3, 1, 64)], config)
     with pytest.raises(ValueError, match=r"\[2, 64\], expected torch.float32 \[kv_heads, 32\]"):
         centers.save(path, found[::-1], config)

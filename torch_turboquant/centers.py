@@ -139,11 +139,15 @@ def _check_tensors(where: str, tensors: Mapping[str, Tensor], config: Any) -> No
             f"{where}: {len(tensors)} centers, expected one for each of {len(layers)} layers"
         )
     for name, tensor in tensors.items():
-        head_dim = layers[name].head_dim
+        head_dim, heads = layers[name].head_dim, layers[name].kv_heads
         if tensor.dtype != torch.float32 or not _checks.fits_center(tensor, head_dim):
             raise ValueError(
                 f"{where}: {name} is {tensor.dtype} {list(tensor.shape)}, expected torch.float32 "
                 f"[kv_heads, {head_dim}] or [3, kv_heads, {head_dim}]"
+            )
+        if tensor.shape[-2] != heads:
+            raise ValueError(
+                f"{where}: {name} is of {tensor.shape[-2]} KV heads, the model's layer has {heads}"
             )
         if not tensor.isfinite().all():
             raise ValueError(f"{where}: {name} has numbers that are not finite")
