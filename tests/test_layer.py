@@ -500,6 +500,7 @@ def test_batches_that_are_refused(change, error, text):
     [
         ({"softmax_scale": float("nan")}, ValueError, "softmax_scale is nan"),
         ({"sliding_window": -1}, ValueError, "sliding_window is -1"),
+        ({"sliding_window": 1.5}, ValueError, "sliding_window is 1.5, which is no whole number"),
         ({"soft_cap": -1.0}, ValueError, "soft_cap is -1.0"),
         ({"soft_cap": float("inf")}, ValueError, "soft_cap is inf"),
         ({"sink_logits": torch.zeros(4).half()}, TypeError, "sink_logits has dtype float16"),

@@ -88,7 +88,7 @@ class AttentionOptions:
 
     Raises:
         TypeError: sink_logits of another dtype.
-        ValueError: numbers out of range, sink_logits of another shape.
+        ValueError: numbers out of range, a sliding_window that is no whole number.
     """
 
     softmax_scale: float | None = None
@@ -107,6 +107,7 @@ class AttentionOptions:
             raise ValueError(
                 f"softmax_scale is {scale}, supported: numbers that are finite in float32"
             )
+        _checks.check_whole(sliding_window=self.sliding_window)
         if self.sliding_window < 0:
             raise ValueError(
                 f"sliding_window is {self.sliding_window}, supported: 0 (none) and more"
