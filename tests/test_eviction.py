@@ -330,3 +330,14 @@ def test_scores_that_are_refused(policy, error, match):
     queries, keys, values = prompt(50)
     with pytest.raises(error, match=match):
         Eviction(0.5, policy).scores(queries, keys, values, [50, 50])
+
+
+def test_tokens_of_numpy():
+    assert Eviction(0.1, sinks=np.uint8(200), window=np.uint8(100)).count(1000) == 300
+
+
+@pytest.mark.parametrize("heads", [(0, 2), (0, 0), (2, 0)])
+def test_prompts_without_heads_are_refused(heads):
+    queries, keys = torch.zeros(5, heads[0], 8), torch.zeros(5, heads[1], 8)
+    with pytest.raises(ValueError, match="expected a multiple of the keys'"):
+        Eviction(0.5).thin(queries, keys, keys)

@@ -1,5 +1,6 @@
 """Which layer gets which configuration."""
 
+import numpy as np
 import pytest
 
 from torch_turboquant import PRESETS, CacheConfig, preset
@@ -74,3 +75,10 @@ def test_what_layers_must_share(field):
     own = CacheConfig(key_bits=4, value_bits=4, **fields)
     with pytest.raises(ValueError, match=f"layer 1 has {field}={fields[field]}"):
         layer_configs(BASE, FULL, layer_presets={1: own})
+
+
+def test_layers_at_the_ends_counted_by_numpy():
+    base = preset("k4v4", 64)
+    for count in (np.uint8(2), np.int64(2)):
+        found = layer_configs(base, [0] * 6, boundary_layers=count)
+        assert found == layer_configs(base, [0] * 6, boundary_layers=2)

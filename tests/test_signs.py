@@ -182,5 +182,15 @@ def test_unsupported_arguments():
         random_signs(64, 0, kind=4)
     with pytest.raises(ValueError, match="d must be 1 or more"):
         random_signs(0, 0)
+
+
+def test_sizes_of_numpy():
+    """Their own arithmetic ends at 255, where 224 channels would have no signs at all."""
+    assert torch.equal(random_signs(np.uint8(224), 3), random_signs(224, 3))
+    small = gaussian_projection(np.uint8(16), np.uint8(32), 3)
+    assert torch.equal(small, gaussian_projection(16, 32, 3))
+
+
+def test_signs_of_another_shape():
     with pytest.raises(ValueError, match=r"shape \[64\]"):
         rotation_matrix(64, random_signs(128, 0))

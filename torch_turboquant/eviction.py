@@ -171,7 +171,7 @@ class Eviction:
                 f"{type(evict).__name__}"
             )
         _checks.check_count(sinks=self.sinks, window=self.window)
-        _checks.check_whole_fields(self, "seed")
+        _checks.check_whole_fields(self, "sinks", "window", "seed")
         _checks.check_seed(self.seed)
         policy = POLICIES[evict] if isinstance(evict, str) else evict
         policy = partial(random, seed=self.seed) if evict == "random" else policy
@@ -303,7 +303,7 @@ def _check_prompt(queries: Tensor, keys: Tensor, values: Tensor) -> None:
         raise ValueError(
             f"queries of {n} tokens for a prompt of {tokens}, supported: 1 to all of them"
         )
-    if heads % kv_heads:
+    if not kv_heads or not heads or heads % kv_heads:
         raise ValueError(f"queries have {heads} heads, expected a multiple of the keys' {kv_heads}")
 
 

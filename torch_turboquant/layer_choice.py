@@ -50,6 +50,7 @@ def layer_configs(
     """
     count = len(windows)
     check_count(boundary_layers=boundary_layers)
+    boundary_layers = int(boundary_layers)  # NumPy's may have no sign
     configs = [base] * count
     at_boundary = _with_preset(base, boundary_preset)  # a wrong name is refused even if unused
     if boundary_layers:

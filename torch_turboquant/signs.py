@@ -80,6 +80,7 @@ def random_signs(d: int, seed: int, layer: int = 0, kind: int = SignKind.KEYS) -
     """
     if d < 1:
         raise ValueError(f"d must be 1 or more, got {d}")
+    d = int(d)  # NumPy's may have no sign
     words = random_words(-(-d // 64), seed, layer, kind)
     bits = (words[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
     return torch.from_numpy(1.0 - 2.0 * bits.reshape(-1)[:d].astype(np.float32))
@@ -96,6 +97,7 @@ def gaussian_projection(m: int, d: int, seed: int, layer: int = 0) -> torch.Tens
     """
     if m < 1 or d < 1:
         raise ValueError(f"a projection has at least one row and one column, got {m} x {d}")
+    m, d = int(m), int(d)  # NumPy's overflow
     words = random_words(m * d + m * d % 2, seed, layer, SignKind.SKETCH)
     uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # inside (0, 1)
     radius = np.sqrt(-2.0 * np.log(uniform[0::2]))

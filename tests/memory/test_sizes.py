@@ -1,5 +1,6 @@
 """Bytes that are predicted equal those of what is really allocated."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -130,3 +131,17 @@ def test_requests_in_a_budget():
     for options in ({"context": 0}, {"context": 5, "max_q_len": 0}):
         with pytest.raises(ValueError, match="supported: 1 and more"):
             plain_memory("", [AttentionLayer(1, 64)], 2, **options)
+
+
+def test_contexts_of_numpy():
+    """32 layers of 131,072 tokens are more bytes than np.int32 holds."""
+    layers, configs = [AttentionLayer(8, 128)] * 32, [tq.preset("k4v4", 128)] * 32
+    context = np.int32(131072)
+    assert packed_memory("", layers, configs, context) == packed_memory("", layers, configs, 131072)
+    assert plain_memory("", layers, 2, context) == plain_memory("", layers, 2, 131072)
+
+
+@pytest.mark.parametrize("page_size", [0, -1])
+def test_plain_pages_without_tokens_are_refused(page_size):
+    with pytest.raises(ValueError, match=f"page_size is {page_size}, supported: 1 and more"):
+        plain_memory("bf16", [AttentionLayer(1, 64)], 2, 100, page_size=page_size)

@@ -67,6 +67,7 @@ def packed_memory(
         ValueError: context or max_q_len below 1, or a head_dim that packed caches do not have.
     """
     check_positive(context=context, max_q_len=max_q_len)
+    context, max_q_len = int(context), int(max_q_len)  # NumPy's would overflow
     per_token = pages = tail = constants = 0
     for layer, config in zip(layers, configs, strict=True):
         if layer is None:
@@ -99,9 +100,13 @@ def plain_memory(
 ) -> CacheMemory:
     """Bytes of a paged cache of plain elements, each of `itemsize` bytes.
 
-    The other arguments and the error are those of packed_memory.
+    page_size: tokens of a page. The other arguments are those of packed_memory.
+
+    Raises:
+        ValueError: context, max_q_len or page_size below 1.
     """
-    check_positive(context=context, max_q_len=max_q_len)
+    check_positive(context=context, max_q_len=max_q_len, page_size=page_size)
+    context, max_q_len, page_size = int(context), int(max_q_len), int(page_size)
     per_token = pages = 0
     kept: list[MemoryLayer] = [layer for layer in layers if layer is not None]
     for layer in kept:
