@@ -237,6 +237,14 @@ def test_unsupported_quantisers():
             TurboQuantProd(64, bits)
     with pytest.raises(ValueError, match="sketch must be one of"):
         TurboQuantProd(64, 3, sketch="sparse")
+    for dim in (11, 22, 8192):
+        with pytest.raises(ValueError, match=f"the last dimension of vectors is {dim}, supported"):
+            TurboQuantMSE(dim, 3)
+    with pytest.raises(ValueError, match="steps has 65 candidates, supported: 1 to 64"):
+        TurboQuantMSE(64, 3, search=65)
+    for sketch in ("gaussian", "hadamard"):
+        with pytest.raises(ValueError, match="dim must be a multiple of 8 with a sketch, got 12"):
+            TurboQuantProd(12, 3, sketch=sketch)
 
 
 # ---------------------------------------------------------------- the cache
@@ -463,6 +471,8 @@ def test_unsupported_caches():
             TurboQuantKVCache(64, **options)
     with pytest.raises(ValueError, match="multiple of group_size"):
         TurboQuantKVCache(80)
+    with pytest.raises(ValueError, match="the last dimension of vectors is 352, supported"):
+        TurboQuantKVCache(352)  # at once, and not when the first token leaves the buffer
 
 
 def test_caches_without_queries_or_tokens():
@@ -507,6 +517,27 @@ def test_unsupported_calls():
     with pytest.raises(ValueError, match="weights must have shape"):
         cache.attend(torch.zeros(2, 2, 1, 69))
     assert len(cache) == 70
+
+
+@pytest.mark.parametrize("tokens", [5, 70])
+def test_what_is_refused_does_not_depend_on_the_tokens_held(tokens):
+    cache = TurboQuantKVCache(64)
+    with pytest.raises(ValueError, match="keys must be on the cache's device, cpu, got meta"):
+        cache.append(*(x.to("meta") for x in random_tokens(tokens, 64)))
+    cache.append(*random_tokens(tokens, 64))
+    for dtype in (torch.float64, torch.int64):
+        with pytest.raises(TypeError, match="query has dtype"):
+            cache.attention_scores(torch.ones(2, 2, 3, 64, dtype=dtype))
+    query = torch.randn(2, 2, 64, 3).mT
+    expected = cache.attention_scores(query.contiguous())
+    torch.testing.assert_close(cache.attention_scores(query), expected)
+
+
+def test_sizes_of_numpy():
+    """np.uint8(200) tokens of a buffer minus 210 held ones are not 246."""
+    cache = TurboQuantKVCache(np.uint8(64), buffer_size=np.uint8(200), group_size=np.uint8(32))
+    cache.append(*random_tokens(100, 64))
+    assert cache._packed is None
 
 
 def test_gradients_are_refused():

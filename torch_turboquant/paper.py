@@ -73,7 +73,7 @@ class TurboQuantMSE:
         bits: 1 to 5 (Lloyd-Max levels), or 8 (evenly spaced levels).
         seed, layer, kind: choose the random rotation (signs.py).
         grid: "lloyd", or "uniform" for evenly spaced levels at 2 to 5 and 8 bits; None: the best.
-        search: step sizes tried for each vector; 1 is the paper.
+        search: step sizes tried for each vector, 1 (the paper) to 64.
         scale_mode: what the stored scale preserves (codec.SCALE_MODES); "norm" is the paper.
         device: where the vectors are.
 
@@ -95,6 +95,8 @@ class TurboQuantMSE:
         device: torch.device | str = "cpu",
     ) -> None:
         _checks.check_whole(dim=dim, bits=bits, search=search)
+        dim, bits, search = int(dim), int(bits), int(search)  # NumPy's would overflow
+        _checks.check_vector_dim("vectors", dim)
         _checks.check_scale_mode(scale_mode, SCALE_MODES)
         self.dim = dim
         self.bits = bits
@@ -103,6 +105,7 @@ class TurboQuantMSE:
         self.signs = random_signs(dim, seed, layer, kind).to(device)
         self.levels = self.codebook.levels_tensor(device)
         self.steps = self.codebook.steps_tensor(search, device)
+        _checks.check_steps(self.steps, self.steps.device)
 
     def quantize(self, x: Tensor) -> QuantizedMSE:
         """Encodes x [..., dim], float32, float16 or bfloat16."""
@@ -169,7 +172,10 @@ class TurboQuantProd:
         layer: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        _checks.check_whole(bits=bits)
+        _checks.check_whole(dim=dim, bits=bits)
+        dim, bits = int(dim), int(bits)
+        if dim % 8:
+            raise ValueError(f"dim must be a multiple of 8 with a sketch, got {dim}")
         if bits not in range(2, 7):
             raise ValueError(f"bits must be 2 to 6 with the bit of the sketch, got {bits}")
         if sketch not in SKETCHES:
@@ -286,6 +292,8 @@ class TurboQuantKVCache:
             buffer_size=buffer_size,
             group_size=group_size,
         )
+        # NumPy's would overflow
+        head_dim, buffer_size, group_size = int(head_dim), int(buffer_size), int(group_size)
         if value_bits not in GROUP_BITS:
             raise ValueError(f"value_bits must be one of {GROUP_BITS}, got {value_bits}")
         if group_size not in GROUPS:
@@ -358,19 +366,22 @@ class TurboQuantKVCache:
         """Attention logits of queries against every token held; masking is the caller's.
 
         Args:
-            query: [batch, query_heads, queries, head_dim]; query_heads is a multiple of heads, and
-                head h reads the cache's head h // (query_heads / heads).
+            query: [batch, query_heads, queries, head_dim], float32, float16 or bfloat16;
+                query_heads is a multiple of heads, and head h reads the cache's head
+                h // (query_heads / heads).
             scale: of the logits; None is 1 / sqrt(head_dim).
 
         Returns:
             float32 [batch, query_heads, queries, tokens].
 
         Raises:
+            TypeError: another dtype.
             ValueError: another shape.
             RuntimeError: the cache is empty.
         """
         keys, _ = self._held()
-        q = self._grouped(query, self.head_dim, "query")
+        _checks.check_dtype("query", query, _checks.FLOATS)
+        q = _unit_stride(self._grouped(query, self.head_dim, "query"))
         scores = q.float() @ keys.float().transpose(-1, -2)
         if self._packed is not None:
             coded = self.key_quantizer.score(q, QuantizedProd(*self._packed[:4]))
@@ -430,10 +441,9 @@ class TurboQuantKVCache:
         return 0 if self._packed is None else self._packed.key_codes.shape[2]
 
     def _pack(self, keys: Tensor, values: Tensor) -> _Packed:
-        keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
         return _Packed(
-            *self.key_quantizer.quantize(keys),
-            *group_encode(values, self.group_size, self.value_bits),
+            *self.key_quantizer.quantize(_unit_stride(keys)),
+            *group_encode(_unit_stride(values), self.group_size, self.value_bits),
         )
 
     def _check_tokens(self, keys: Tensor, values: Tensor) -> None:
@@ -444,6 +454,11 @@ class TurboQuantKVCache:
                     f"got {list(x.shape)}"
                 )
             _checks.check_dtype(name, x, _checks.FLOATS)
+            if x.device != self.key_quantizer.projection.device:
+                raise ValueError(
+                    f"{name} must be on the cache's device, "
+                    f"{self.key_quantizer.projection.device}, got {x.device}"
+                )
             if x.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
                     "TurboQuantKVCache takes no gradient: call it under torch.no_grad() or detach "
@@ -474,3 +489,8 @@ class TurboQuantKVCache:
                 f"got {list(x.shape)}"
             )
         return x.reshape(batch, heads, x.shape[1] // heads * x.shape[2], last)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """As the ops take vectors."""
+    return x if x.stride(-1) == 1 else x.contiguous()
