@@ -540,7 +540,11 @@ def test_tensors_that_are_not_the_batch_s():
             hitters.observe(LAYERS, q, lse, batch)
         with pytest.raises(ValueError, match="this batch belongs to another pool"):
             tt.HeavyHitters(pool_of("cpu"), 80).observe(0, q, lse, batch)
+        with pytest.raises(ValueError, match="q has 3 heads, expected a multiple"):
+            hitters.observe(0, q[:, :3], lse[:, :3].contiguous(), batch)
         hitters.observe(0, q, lse, batch)
+        with pytest.raises(ValueError, match=r"q has shape \[1, 2, 32\], expected \[1, 4, 32\]"):
+            hitters.observe(0, q[:, :2], lse[:, :2].contiguous(), batch)
     with pytest.raises(RuntimeError, match="this batch was committed or rolled back"):
         hitters.observe(0, q, lse, batch)
     for _ in range(5):

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch_turboquant import _checks
 from torch_turboquant._autograd import lasting
 from torch_turboquant.batch import AttentionOptions
+from torch_turboquant.ops._cache_checks import check_queries
 from torch_turboquant.ops.mass import paged_mass
 from torch_turboquant.pool.batch import PoolBatch, PoolSequence
 from torch_turboquant.pool.pool import PagedKVPool
@@ -138,7 +139,10 @@ class HeavyHitters:
         """
         self.pool._check_usable(layer, batch)
         _checks.check_dtype("q", q, (self.pool.dtype,))
-        _checks.check_shape("q", q, (batch.tokens, None, self.pool.configs[layer].head_dim))
+        pool, held = self.pool, self._q[layer]
+        heads = None if held is None else held.shape[2]
+        _checks.check_shape("q", q, (batch.tokens, heads, pool.configs[layer].head_dim))
+        check_queries(q, pool.device, pool.configs[layer], pool.num_kv_heads)
         _checks.check_constant("lse", lse, q.device, torch.float32, tuple(q.shape[:2]))
         if _step_of(batch) != self._step:  # once for all layers
             self._watched = self._watch(batch)
