@@ -13,6 +13,7 @@ from torch_turboquant.weight_calibration import (
     allocate,
     channel_scales,
     encode_calibrated,
+    inverse_factor,
     relative_error,
     round_by_moments,
 )
@@ -97,6 +98,9 @@ def test_moments_that_no_input_has_are_refused():
     negative = -(x.T @ x) / len(x)
     with pytest.raises(ValueError, match="second moments must be symmetric, without negative"):
         encode_calibrated(torch.randn(16, 128), negative, WeightFormat())
+    for half in (moments(x).triu(), moments(x).tril()):
+        with pytest.raises(ValueError, match=r"must be symmetric.*: they are not symmetric"):
+            inverse_factor(half)
 
 
 def test_moments_of_another_shape_are_refused():

@@ -107,7 +107,12 @@ def inverse_factor(moment: Tensor, damping: float = DAMPING) -> Tensor:
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)
     identity = torch.eye(moment.shape[-1], device=moment.device, dtype=moment.dtype)
     damped = moment + (damping * mean.clamp(min=_TINY))[..., None, None] * identity
+    # cholesky reads the lower triangle and would not see; rounding is far below a thousandth
+    largest = moment.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=0)
+    lopsided = (moment - moment.mT).abs().amax((-1, -2)) > 1e-3 * largest
     try:
+        if bool(lopsided.any()):
+            raise torch.linalg.LinAlgError("they are not symmetric")  # type: ignore[attr-defined]
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
         return torch.linalg.cholesky(inverse, upper=True).float()
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
