@@ -58,6 +58,11 @@ CXX = ["-std=c++20", "-O3", *HOST]
 # the host's code alone: -O3 would add 0.2 MB to the library, and -Os 1 to 2 us to a call.
 NVCC = ["-std=c++20", "-O2", "-fmad=false", "--expt-relaxed-constexpr", "-DUSE_CUDA"]
 NVCC += ["--compress-mode=size"]
+# The host's code of the CUDA library is not compressed, and is checks and launches that run once in
+# a call: without padding between its blocks, and with some checks not inlined, it takes less room.
+CUDA_HOST = [*HOST, "-fno-align-functions", "-fno-align-jumps", "-fno-align-loops"]
+CUDA_HOST += ["-fno-align-labels", "-fno-reorder-blocks-and-partition"]
+CUDA_HOST += ["--param=inline-unit-growth=30"]
 
 # ninja compiles what changed, headers included.
 NINJA = """\
@@ -212,7 +217,7 @@ def ninja_file(version: str, cuda: Cuda | None) -> str:
     prefix = f"-ffile-prefix-map={torch}/include/="
     archs = cuda.architectures if cuda else []
     # nvcc runs the host compiler through a shell, too.
-    nvcc_flags = [*NVCC, "-Xcompiler", word(",".join([*HOST, f'"{prefix}"']))]
+    nvcc_flags = [*NVCC, "-Xcompiler", word(",".join([*CUDA_HOST, f'"{prefix}"']))]
     nvcc_flags += [f"-DTURBOQUANT_CUDA_ARCHITECTURES={quote(' '.join(archs))}"]
     nvcc_flags += [flag for entry in archs for flag in gencode(entry)]
     # The largest sources would keep single cores busy for minutes: architectures side by side.
