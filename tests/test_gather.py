@@ -165,6 +165,20 @@ def test_beside_all_others(tail):
     check(case)
 
 
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_prompts_beside_steps_that_alone_have_older_tokens(drafts, tail):
+    """Nobody's are gathered, so prompts do not wait, and nothing reads where rows would be."""
+    case = behind(
+        [900] * 20 + [60] * drafts + [0] * 4, [1] * 20 + [8] * drafts + [300] * 4, tail=tail
+    )
+    if "row_tiles" in chosen(case):
+        assert gathers(case, **own_tokens(case))
+    for _ in range(3):  # memory that held rows before
+        check_own(behind([200] * 6, [300] * 6, tail=tail))
+        check_own(case)
+
+
 @pytest.mark.parametrize("d", DIMS)
 def test_more_than_there_is_room_for(d):
     """Some are left to row tiles; without own tokens, all are."""

@@ -251,16 +251,15 @@ void RowTilesLaunch::run(void* workspace, uint32_t* counters, cudaStream_t strea
   chunks_.plan.chunks.counters = prompts_.plan.counters + (prompts_.grid > 0);
   bool gathered = false;
   if (gathers() && map_gathered(memory)) {  // else row tiles take all, as without boxes of own tokens
-    for (Plan* plan : {&tiles_.plan, &prompts_.plan}) {
-      plan->gather.first_rows = first_rows, plan->gather.absent = absent;
-    }
+    prompts_.plan.gather.first_rows = first_rows, prompts_.plan.gather.absent = absent;
+    tiles_.plan.gather = prompts_.plan.gather;
     gather(memory, stream, beside);
-    gathered = true;
+    beside = gathered = true;
   }
   if (prompts_.grid > 0) {
-    // The kernel of prompts waits for tokens that are gathered. That of chunks, which expands codes in the same memory,
-    // then waits for the kernel of prompts.
-    prompts_.plan.overlap = {.with_previous = beside && !gathered, .with_next = !gathered || chunks_.grid == 0};
+    // The kernel of prompts waits for tokens that are gathered, if there may be any (GatheredRows). That of chunks, which
+    // expands codes in the same memory, then waits for the kernel of prompts.
+    prompts_.plan.overlap = {.with_previous = beside, .with_next = !gathered || chunks_.grid == 0};
     launch(prompts_, stream);
     beside = prompts_.plan.overlap.with_next;
   }
@@ -293,7 +292,7 @@ void RowTilesLaunch::gather(uint8_t* to, cudaStream_t stream, bool beside) {
   codes.layout = prompts_.plan.layout;
   codes.table = a.block_table, codes.table_stride = a.table_stride, codes.max_pages = a.max_pages;
   Plan plan = prompts_.plan;
-  plan.overlap = {.with_previous = beside, .with_next = false};
+  plan.overlap = {.with_previous = beside, .with_next = true};
   if (chunks_.grid > 0) plan.chunks = chunks_.plan.chunks;  // which sequences are long
   void* arguments[] = {const_cast<Attention*>(&call_), &plan, &codes};
   const int blocks = gather_.blocks * device_.facts.multiprocessors;

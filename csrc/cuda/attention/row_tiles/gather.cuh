@@ -46,16 +46,9 @@ struct GatherList {
   }
 };
 
-// Whether the older tokens of a sequence may be gathered, if there is room: it has many rows for them, but is not long.
+// Whether the older tokens of a sequence may be gathered, if there is room: it suits, and is not long.
 __device__ __forceinline__ bool may_be_gathered(const Attention& a, const Plan& plan, int sequence) {
-  const int queries = a.num_queries(sequence), rows = queries * plan.group;
-  if (rows < max(plan.least_rows, plan.gather.least_rows)) return false;
-  const int length = a.length(sequence, queries), older = length - (a.new_keys ? queries : 0);
-  if (length < queries || older <= 0 || older > plan.gather.most_tokens ||
-      static_cast<float>(older) > plan.gather.tokens_of_row * static_cast<float>(rows)) {
-    return false;
-  }
-  return plan.chunks.least_rows == 0 || long_tiles(a, plan, sequence) == 0;
+  return suits_gathering(a, plan, sequence) && (plan.chunks.least_rows == 0 || long_tiles(a, plan, sequence) == 0);
 }
 
 // The rows that a sequence takes; 0: it is not gathered. Known without its tail, which takes two loads more to look up,

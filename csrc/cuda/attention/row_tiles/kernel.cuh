@@ -38,24 +38,25 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
     barriers_ready();
   }
   plan.overlap.begin();
-  const bool works = a.seqs > 0 && (!plan.prompts_apart || any_work<S>(a, plan));
-  if (threadIdx.x < 16) {
-    notes.key_table[threadIdx.x] = nibble_table_byte(a.key_levels, a.record.key_width(), threadIdx.x);
-    notes.value_table[threadIdx.x] = nibble_table_byte(a.value_levels, a.record.value_width(), threadIdx.x);
-  }
-  copy_signs<S>(a, plan, shared);
+  const GatheredRows gathered = GatheredRows::find<S>(a, plan);
+  const bool works = a.seqs > 0 && (!plan.prompts_apart || any_work<S>(a, plan, gathered));
   if (plan.clears) {
     clear_padding<uint32_t>(a, a.record.head_dim / 2, int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
                             int64_t{gridDim.x} * blockDim.x);
   }
   if (!works) return plan.overlap.leave();
+  if (threadIdx.x < 16) {
+    notes.key_table[threadIdx.x] = nibble_table_byte(a.key_levels, a.record.key_width(), threadIdx.x);
+    notes.value_table[threadIdx.x] = nibble_table_byte(a.value_levels, a.record.value_width(), threadIdx.x);
+  }
+  copy_signs<S>(a, plan, shared);
   __syncthreads();
   if (threadIdx.x < S::kProducers) {
     leave_registers<S::kProducerRegisters>();
     if (threadIdx.x < S::kProducers / 2) {
-      Producer<S, false>(a, plan, shared).run();
+      Producer<S, false>(a, plan, shared).run(gathered);
     } else {
-      Producer<S, true>(a, plan, shared).run();
+      Producer<S, true>(a, plan, shared).run(gathered);
     }
   } else {
     take_registers<S::kConsumerRegisters>();

@@ -29,8 +29,8 @@ class Producer : UnitExpander<S> {
       : Base(plan), a_(a), plan_(plan), shared_(shared), notes_(*reinterpret_cast<Notes*>(shared + plan.notes)),
         warp_(threadIdx.x / 32 % S::kStreamWarps) {}
 
-  __device__ __forceinline__ void run() {
-    WorkList<S> list(a_, plan_, leads());
+  __device__ __forceinline__ void run(GatheredRows gathered) {
+    WorkList<S> list(a_, plan_, gathered, leads());
     for (uint32_t i = 0;; ++i) {
       const int slot = i % kItems, phase = i / kItems % 2;
       // While the first warp finds the list, another one describes an item that nobody takes. So these instructions,

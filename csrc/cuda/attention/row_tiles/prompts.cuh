@@ -21,8 +21,8 @@ namespace turboquant::cuda::row_tiles {
 template <class S>
 class PromptList {
  public:
-  __device__ __forceinline__ PromptList(const Attention& a, const Plan& plan)
-      : a_(a), plan_(plan), mine_(a, plan, true) {
+  __device__ __forceinline__ PromptList(const Attention& a, const Plan& plan, GatheredRows gathered)
+      : a_(a), plan_(plan), gathered_(gathered), mine_(a, plan, gathered, true) {
 #pragma unroll 1
     for (int i = 0, s = mine_.first; i < mine_.count; ++i) {
       if (i > 0) s = mine_.next(s);
@@ -59,7 +59,7 @@ class PromptList {
     int older = 0;
     if constexpr (S::kGathered) {
       x.older.tail.slot = -1;
-      const int older_row = plan_.gather.first_row(x.sequence);
+      const int older_row = gathered_.first(x.sequence);
       if (older_row >= 0) describe_older(low, high, older_row, x);
       older = x.older.tiles + x.older.copies_tiles;
     }
@@ -95,13 +95,15 @@ class PromptList {
 
   const Attention& a_;
   const Plan& plan_;
+  const GatheredRows gathered_;
   const LaneSequences<S> mine_;
   int own_items_ = 0, items_before_, total_;
 };
 
 template <class S>
-__device__ __forceinline__ void hand_out_items(const Attention& a, const Plan& plan, Notes& notes) {
-  const PromptList<S> list(a, plan);
+__device__ __forceinline__ void hand_out_items(const Attention& a, const Plan& plan, GatheredRows gathered,
+                                               Notes& notes) {
+  const PromptList<S> list(a, plan, gathered);
   for (uint32_t n = 0;; ++n) {
     const int slot = n % kItems, phase = n / kItems % 2;
     wait_barrier(&notes.item_empty[slot], phase ^ 1);
@@ -221,7 +223,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   extern __shared__ __align__(1024) uint8_t shared[];
   Notes& notes = *reinterpret_cast<Notes*>(shared + plan.notes);
   plan.overlap.enter();
-  plan.overlap.begin();
+  plan.overlap.wait();
+  const GatheredRows gathered = GatheredRows::find<S>(a, plan);
+  plan.overlap.let_next();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kMaxTileStages; ++i) {
       init_barrier(&notes.key_full[i], 1), init_barrier(&notes.value_full[i], 1);
@@ -238,7 +242,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   if (threadIdx.x < S::kProducers) {
     leave_registers<S::kProducerRegisters>();
     switch (threadIdx.x / 32) {
-      case 0: return hand_out_items<S>(a, plan, notes);
+      case 0: return hand_out_items<S>(a, plan, gathered, notes);
       case 1: return copy_queries<S>(a, plan, notes, shared + plan.queries);
       case 2: return copy_tiles<S, false>(plan, maps.keys, maps.older_keys, notes, shared);
       default:

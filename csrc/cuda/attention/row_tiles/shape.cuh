@@ -127,11 +127,6 @@ struct GatherPlan {
   int most_tokens;      // and of a sequence
   int* first_rows;      // [seqs] of a sequence; -1: it is not gathered. Null: none is
   uint16_t* absent;     // [rows / 16] bits of rows whose page does not exist
-
-  // Past the L1 cache, which may hold what an earlier call has left there.
-  __device__ __forceinline__ int first_row(int sequence) const {
-    return first_rows ? __ldcg(first_rows + sequence) : -1;
-  }
 };
 
 // What the host decides about a launch.

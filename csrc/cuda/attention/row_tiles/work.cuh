@@ -91,23 +91,58 @@ __device__ __forceinline__ int describe(const Attention& a, const Divisor& group
   return x.coded_tiles + ceil_div(x.exact, S::kKeys);
 }
 
+// Whether a sequence has many rows, and some older tokens, but few for its rows: no other is gathered (gather.cuh).
+__device__ __forceinline__ bool suits_gathering(const Attention& a, const Plan& plan, int sequence) {
+  const int queries = a.num_queries(sequence), rows = queries * plan.group, length = a.length(sequence, queries);
+  const int older = length - (a.new_keys ? queries : 0);
+  return rows >= max(plan.least_rows, plan.gather.least_rows) && length >= queries && older > 0 &&
+         older <= plan.gather.most_tokens &&
+         static_cast<float>(older) <= plan.gather.tokens_of_row * static_cast<float>(rows);
+}
+
+// Where sequences have been gathered to, which the kernel that gathers writes down.
+class GatheredRows {
+ public:
+  // All threads of a block call it. The kernel of prompts waits for the one that gathers, and so for the decode steps
+  // before that, only if some sequence suits. It lets row tiles begin when it has waited, so they need not.
+  template <class S>
+  static __device__ __forceinline__ GatheredRows find(const Attention& a, const Plan& plan) {
+    bool some = false;
+    if (!plan.gather.first_rows || (S::kPrompts && !S::kGathered)) return GatheredRows(nullptr);
+    for (int s = static_cast<int>(threadIdx.x); s < a.seqs && !some; s += blockDim.x) {
+      some = suits_gathering(a, plan, s);
+    }
+    some = __syncthreads_or(some);
+    if (some && S::kPrompts) wait_for_previous_kernel();
+    return GatheredRows(some ? plan.gather.first_rows : nullptr);
+  }
+  // The first row of a sequence; -1: it has not been gathered. Past the L1 cache, which may hold what an earlier call
+  // has left there.
+  __device__ __forceinline__ int first(int sequence) const { return rows_ ? __ldcg(rows_ + sequence) : -1; }
+
+ private:
+  explicit __device__ __forceinline__ GatheredRows(const int* rows) : rows_(rows) {}
+
+  const int* rows_;  // [seqs]; null: none has been
+};
+
 // Whether a sequence is this kernel's, row tiles or prompts. The latter takes those of which there are no tokens but
 // the call's own, or of which the others have been gathered, and the former no long ones, which are those of the kernel
 // of chunks.
 template <class S>
-__device__ __forceinline__ bool takes(const Attention& a, const Plan& plan, int sequence) {
+__device__ __forceinline__ bool takes(const Attention& a, const Plan& plan, GatheredRows gathered, int sequence) {
   // Everything is loaded at once: each load that waited for a branch would take as long as all of them.
   const int state = !S::kPrompts && plan.first_states ? __ldcg(plan.first_states + sequence) : -1;
-  const int first_row = plan.gather.first_row(sequence), queries = a.num_queries(sequence), rows = queries * a.group;
+  const int first_row = gathered.first(sequence), queries = a.num_queries(sequence), rows = queries * a.group;
   const int begin = a.new_begin(a.length(sequence, queries), queries);
   if (rows < plan.least_rows || rows == 0 || state >= 0) return false;
   return !plan.prompts_apart || (first_row >= 0 || begin <= 0) == S::kPrompts;
 }
 // Whether some sequence is; all threads of the block call it.
 template <class S>
-__device__ __forceinline__ bool any_work(const Attention& a, const Plan& plan) {
+__device__ __forceinline__ bool any_work(const Attention& a, const Plan& plan, GatheredRows gathered) {
   bool any = false;
-  for (int s = static_cast<int>(threadIdx.x); s < a.seqs && !any; s += blockDim.x) any = takes<S>(a, plan, s);
+  for (int s = static_cast<int>(threadIdx.x); s < a.seqs && !any; s += blockDim.x) any = takes<S>(a, plan, gathered, s);
   return __syncthreads_or(any);
 }
 
@@ -118,11 +153,12 @@ class LaneSequences {
  public:
   int first = 0, count = 0;  // the lane's first one, and how many it has
 
-  __device__ __forceinline__ LaneSequences(const Attention& a, const Plan& plan, bool works) : a_(a), plan_(plan) {
+  __device__ __forceinline__ LaneSequences(const Attention& a, const Plan& plan, GatheredRows gathered, bool works)
+      : a_(a), plan_(plan), gathered_(gathered) {
     if (!works) return;
 #pragma unroll 1
     for (int s = static_cast<int>(threadIdx.x % 32); s < a.seqs; s += 32) {
-      if (!takes<S>(a, plan, s)) continue;
+      if (!takes<S>(a, plan, gathered, s)) continue;
       if (count == 0) first = s;
       ++count;
     }
@@ -131,7 +167,7 @@ class LaneSequences {
   __device__ __forceinline__ int next(int s) const {
     while (s + 32 < a_.seqs) {
       s += 32;
-      if (takes<S>(a_, plan_, s)) break;
+      if (takes<S>(a_, plan_, gathered_, s)) break;
     }
     return s;
   }
@@ -139,6 +175,7 @@ class LaneSequences {
  private:
   const Attention& a_;
   const Plan& plan_;
+  const GatheredRows gathered_;
 };
 
 // The number of the next of `total` items, for all lanes of a warp. Each block asks once more and gets nothing, so the
@@ -161,8 +198,8 @@ template <class S>
 class WorkList {
  public:
   // works: false where another warp hands out items. The list then has one, of sequence 0, to rehearse with.
-  __device__ __forceinline__ WorkList(const Attention& a, const Plan& plan, bool works)
-      : a_(a), plan_(plan), mine_(a, plan, works) {
+  __device__ __forceinline__ WorkList(const Attention& a, const Plan& plan, GatheredRows gathered, bool works)
+      : a_(a), plan_(plan), mine_(a, plan, gathered, works) {
     if (!works) {
       size_ = Search::kUncutSize, total_ = 1, own_items_ = threadIdx.x % 32 == 0, items_before_ = slots_before_ = 0;
       return;
