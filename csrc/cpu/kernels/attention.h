@@ -58,8 +58,8 @@ inline void expand_plane(const uint8_t* plane, int d, uint8_t* to) {
   }
 }
 
-// The addresses of a block's groups of sixteen tokens. Groups that no query sees are not read, because their pages may
-// be gone: `values` names another group instead, and their weights are zero.
+// The addresses of a block's groups of sixteen tokens. Groups that no query sees have none, because their pages may be
+// gone.
 struct Block {
   int64_t begin;  // its first key
   int first_group, end_group;
@@ -159,11 +159,6 @@ inline Block seen_groups(int64_t begin, int64_t first, int64_t end) {
   b.end_group = last < kGroups ? static_cast<int>(last) : kGroups;
   return b;
 }
-inline void fill_unseen(Block& b) {
-  for (int g = 0; g < kGroups; ++g) {
-    if (g < b.first_group || g >= b.end_group) b.values[g] = b.values[b.first_group];
-  }
-}
 
 // Finds the groups of the block that starts at key `begin`, [first, end) of which some query sees. VALUES: those too
 template <bool VALUES = true>
@@ -203,7 +198,6 @@ inline Block find_block(const PagedKeys& k, const int32_t* block_table, int64_t 
       }
     }
   }
-  if constexpr (VALUES) fill_unseen(b);
   return b;
 }
 
@@ -281,17 +275,33 @@ inline Weights weigh(const AttendedKeys& k, const Block& b, Floats* logits, int6
   if (heavy == 0 && !any(bad)) return {keep, 0};
 
   const Floats inverse = broadcast(kGreatestWeight / heavy);
-  for (int g = 0; g < kGroups; ++g) {
-    const bool unseen = g < g0 || g >= g1;
-    const TokenFactors f = token_factors(unseen ? broadcast(0) : round_to_ints(logits[g] * inverse));
+  for (int g = g0; g < g1; ++g) {
+    const TokenFactors f = token_factors(round_to_ints(logits[g] * inverse));
     for (int p = 0; p < k.panels.patterns; ++p) to[p * kGroups + g] = spread(f, load(k.panels.quads + 16 * p));
   }
   return {keep, any(bad) ? __builtin_nanf("") : heavy / kGreatestWeight * format::kLevelUnit};
 }
 
+// The groups of a block whose values are added. A block of which all are seen is most of a long sequence, and has a loop
+// of its own that is unrolled; one of a few tokens takes no longer than its groups.
+struct AllGroups {
+  template <typename Fn>
+  ALWAYS_INLINE void each(Fn&& fn) const {
+#pragma GCC unroll 8
+    for (int g = 0; g < kGroups; ++g) fn(g);
+  }
+};
+struct SomeGroups {
+  int first, end;
+  template <typename Fn>
+  ALWAYS_INLINE void each(Fn&& fn) const {
+    for (int g = first; g < end; ++g) fn(g);
+  }
+};
+
 // Adds field FIELD of one panel, and field FIELD + 1 unless a byte has one code, for QUERIES queries.
-template <Layout LAYOUT, int FIELD, int QUERIES>
-inline void add_fields(const AttendedKeys& k, const Block& b, const LevelBytes<LAYOUT>& table, int panel,
+template <Layout LAYOUT, int FIELD, int QUERIES, typename Groups>
+inline void add_fields(const AttendedKeys& k, const Block& b, Groups groups, const LevelBytes<LAYOUT>& table, int panel,
                        const Factors* weights, const Ints (&bias)[kMaxPatterns][QUERIES],
                        const Weights (&weight)[QUERIES], float* const (&sums)[QUERIES]) {
   constexpr int kFields = quarter_fields(LAYOUT) == 1 ? 1 : 2;  // at once: more would not fit the registers
@@ -300,8 +310,7 @@ inline void add_fields(const AttendedKeys& k, const Block& b, const LevelBytes<L
   for (int f = 0; f < kFields; ++f) {
     for (int q = 0; q < QUERIES; ++q) sum[f][q] = starting_from(bias[pattern][q]);
   }
-#pragma GCC unroll 8
-  for (int g = 0; g < kGroups; ++g) {
+  groups.each([&](int g) __attribute__((always_inline)) {
     const Bytes x = load(b.values[g] + 64 * panel);
     const Factors* w = weights + pattern * kGroups + g;
     Levels levels[kFields];
@@ -311,7 +320,7 @@ inline void add_fields(const AttendedKeys& k, const Block& b, const LevelBytes<L
       const Factors& f = w[q * stride];
       for (int i = 0; i < kFields; ++i) multiply_add(sum[i][q], levels[i], f);
     }
-  }
+  });
   for (int f = 0; f < kFields; ++f) {
     for (int q = 0; q < QUERIES; ++q) {
       float* to = sums[q] + 16 * (panel * k.panels.fields + FIELD + f);
@@ -321,9 +330,10 @@ inline void add_fields(const AttendedKeys& k, const Block& b, const LevelBytes<L
   }
 }
 
-template <Layout LAYOUT, int QUERIES>
-inline void add_values(const AttendedKeys& k, const Block& b, const LevelBytes<LAYOUT>& table, const Ahead& ahead,
-                       const Factors* weights, const Weights (&weight)[QUERIES], float* const (&sums)[QUERIES]) {
+template <Layout LAYOUT, int QUERIES, typename Groups>
+inline void add_values(const AttendedKeys& k, const Block& b, Groups groups, const LevelBytes<LAYOUT>& table,
+                       const Ahead& ahead, const Factors* weights, const Weights (&weight)[QUERIES],
+                       float* const (&sums)[QUERIES]) {
   Ints bias[kMaxPatterns][QUERIES];  // minus the products that kLevelBias adds
   const int stride = k.panels.patterns * kGroups;
   for (int p = 0; p < k.panels.patterns; ++p) {
@@ -331,15 +341,17 @@ inline void add_values(const AttendedKeys& k, const Block& b, const LevelBytes<L
       Products sum = no_products();
       if constexpr (kLevelBias != 0) {
         const Levels one = widen(broadcast(static_cast<uint8_t>(kLevelBias)));
-        for (int g = 0; g < kGroups; ++g) multiply_add(sum, one, weights[q * stride + p * kGroups + g]);
+        groups.each([&](int g) { multiply_add(sum, one, weights[q * stride + p * kGroups + g]); });
       }
       bias[p][q] = broadcast(0) - total(sum);
     }
   }
   for (int panel = 0; panel < k.panels.panels; ++panel) {
     prefetch_values(ahead, panel);
-    add_fields<LAYOUT, 0>(k, b, table, panel, weights, bias, weight, sums);
-    if constexpr (quarter_fields(LAYOUT) > 2) add_fields<LAYOUT, 2>(k, b, table, panel, weights, bias, weight, sums);
+    add_fields<LAYOUT, 0>(k, b, groups, table, panel, weights, bias, weight, sums);
+    if constexpr (quarter_fields(LAYOUT) > 2) {
+      add_fields<LAYOUT, 2>(k, b, groups, table, panel, weights, bias, weight, sums);
+    }
   }
 }
 
@@ -402,6 +414,14 @@ inline void score_block(const AttendedKeys& k, const QueryRows& rows, const Bloc
   }
 }
 
+// Not inlined: blocks of which some groups are seen are few, and this is once for all layouts of keys.
+template <Layout LAYOUT, int QUERIES>
+[[gnu::noinline]] void add_some_values(const AttendedKeys& k, const Block& b, const LevelBytes<LAYOUT>& table,
+                                       const Ahead& ahead, const Factors* weights, const Weights (&weight)[QUERIES],
+                                       float* const (&sums)[QUERIES]) {
+  add_values<LAYOUT, QUERIES>(k, b, SomeGroups{b.first_group, b.end_group}, table, ahead, weights, weight, sums);
+}
+
 // Queries first .. first + QUERIES - 1 of the span attend to one block.
 template <Layout KEYS, Layout VALUES, int QUERIES>
 inline void attend_block(const Span& span, const Block& b, const LevelBytes<looked_up(KEYS)>& keys,
@@ -424,7 +444,12 @@ inline void attend_block(const Span& span, const Block& b, const LevelBytes<look
     useful |= weight[q].unit != 0 || weight[q].keep != 1;
     sums[q] = span.out.sums + row * span.out.stride;
   }
-  if (useful) add_values<VALUES, QUERIES>(k, b, values, ahead, span.weights, weight, sums);
+  if (!useful) return;
+  if (b.first_group == 0 && b.end_group == kGroups) {
+    add_values<VALUES, QUERIES>(k, b, AllGroups{}, values, ahead, span.weights, weight, sums);
+  } else {
+    add_some_values<VALUES, QUERIES>(k, b, values, ahead, span.weights, weight, sums);
+  }
 }
 
 // Keys [first, end) of the span [begin, end) that some query sees; none: first is INT64_MAX.

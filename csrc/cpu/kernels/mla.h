@@ -196,7 +196,6 @@ struct LatentBlocks {
       });
       b.ropes[g] = ropes;
     }
-    fill_unseen(b);
     return b;
   }
 
