@@ -282,8 +282,8 @@ inline Weights weigh(const AttendedKeys& k, const Block& b, Floats* logits, int6
   return {keep, any(bad) ? __builtin_nanf("") : heavy / kGreatestWeight * format::kLevelUnit};
 }
 
-// The groups of a block whose values are added. A block of which all are seen is most of a long sequence, and has a loop
-// of its own that is unrolled; one of a few tokens takes no longer than its groups.
+// The groups of a block whose values are added. Most blocks of a long sequence are seen as a whole and have a loop that
+// is unrolled. A block of few tokens takes no longer than its groups.
 struct AllGroups {
   template <typename Fn>
   ALWAYS_INLINE void each(Fn&& fn) const {

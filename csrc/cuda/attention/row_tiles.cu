@@ -257,8 +257,8 @@ void RowTilesLaunch::run(void* workspace, uint32_t* counters, cudaStream_t strea
     beside = gathered = true;
   }
   if (prompts_.grid > 0) {
-    // The kernel of prompts waits for tokens that are gathered, if there may be any (GatheredRows). That of chunks, which
-    // expands codes in the same memory, then waits for the kernel of prompts.
+    // The kernel of prompts waits for tokens that are gathered, if there may be any (GatheredRows). That of chunks
+    // expands codes in the same memory, and so waits for the kernel of prompts.
     prompts_.plan.overlap = {.with_previous = beside, .with_next = !gathered || chunks_.grid == 0};
     launch(prompts_, stream);
     beside = prompts_.plan.overlap.with_next;
