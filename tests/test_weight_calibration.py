@@ -297,5 +297,10 @@ def test_budgets_that_cannot_be_met_are_refused():
         allocate({"a": [Choice(0, 4, 1.0)]}, 3)
     with pytest.raises(ValueError, match="a has no format to choose from"):
         allocate({"a": []}, 3)
-    with pytest.raises(ValueError, match="costs must be finite"):
+    with pytest.raises(ValueError, match="the budget is NaN"):
+        allocate({"a": [Choice(0, 4, 1.0)]}, float("nan"))
+    with pytest.raises(ValueError, match="bits and costs must be finite"):
+        allocate({"a": [Choice(0, float("nan"), 1.0)]}, 5)
+    assert allocate({"a": [Choice(0, 4, 1.0), Choice(1, 6, 0.5)]}, float("inf"))["a"].label == 1
+    with pytest.raises(ValueError, match="bits and costs must be finite"):
         allocate({"a": [Choice(0, 4, float("nan"))]}, 9)

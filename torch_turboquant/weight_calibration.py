@@ -306,14 +306,16 @@ def allocate(choices: Mapping[str, Sequence[Choice]], budget: float) -> dict[str
         The choice for every name, in the order of `choices`.
 
     Raises:
-        ValueError: the smallest choices exceed the budget, a linear has no choice, or a cost is
-            not a finite number.
+        ValueError: the smallest choices exceed the budget or it is NaN, a linear has no choice, or
+            bits or costs are not finite numbers.
     """
+    if math.isnan(budget):
+        raise ValueError("the budget is NaN, supported: a number of bits")
     for name, given in choices.items():
         if not given:
             raise ValueError(f"{name} has no format to choose from")
-        if not all(math.isfinite(choice.cost) for choice in given):
-            raise ValueError(f"costs must be finite numbers, those of {name} are not")
+        if not all(math.isfinite(c.bits) and math.isfinite(c.cost) for c in given):
+            raise ValueError(f"bits and costs must be finite numbers, those of {name} are not")
     bits = [[choice.bits for choice in given] for given in choices.values()]
     least = sum(map(min, bits))
     if least > budget:

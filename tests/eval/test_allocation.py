@@ -50,6 +50,20 @@ def test_an_allocation_needs_room_for_the_smallest():
         allocation.allocate({0: [1.0, 0.5]}, [2.1, 3.1], 2.0)
 
 
+@pytest.mark.parametrize("lost, bits, budget", [
+    ([1.0, 0.5], [2.0, 3.0], np.nan),
+    ([1.0, 0.5], [2.0, np.nan], 3.0),
+    ([1.0, np.nan], [2.0, 3.0], 3.0),
+])  # fmt: skip
+def test_an_allocation_needs_finite_numbers(lost, bits, budget):
+    with pytest.raises(ValueError, match=r"must be finite numbers|the budget is NaN"):
+        allocation.allocate({0: lost}, bits, budget)
+
+
+def test_an_allocation_without_a_limit():
+    assert allocation.allocate({0: [1.0, 0.5], 1: [0.3, 0.4]}, [2.0, 3.0], np.inf) == {0: 1, 1: 0}
+
+
 def test_sensitivities_are_those_of_single_layers(model):
     names = ("k2v2", "k8v8")
     found = allocation.sensitivities(model, TEXT[:1], PREFILL, CHUNK, names, recent_window=16)

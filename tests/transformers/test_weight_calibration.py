@@ -202,7 +202,7 @@ def test_layers_that_break_predictions_cost_no_number(monkeypatch):
         return whole(model, ids) * (torch.nan if packed else 1)
 
     monkeypatch.setattr(budget, "_predictions", broken)
-    says = r"costs must be finite numbers, those of model\.layers\.0\.mlp\.up_proj are not"
+    says = r"bits and costs must be finite numbers, those of model\.layers\.0\.mlp\.up_proj are not"
     with pytest.raises(ValueError, match=says):
         quantize(model, text=TEXT, budget=6.0)
     assert not packed_layers(model)

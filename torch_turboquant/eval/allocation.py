@@ -7,6 +7,8 @@ size is within the budget wins. `TurboQuantCache.for_model(layer_presets=...)` t
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -76,8 +78,15 @@ def allocate(
         For every layer the index of its preset.
 
     Raises:
-        ValueError: the budget is below the smallest preset.
+        ValueError: the budget is below the smallest preset or NaN, or a divergence or bits are not
+            finite numbers.
     """
+    if math.isnan(budget):
+        raise ValueError("the budget is NaN, supported: a number of bits per value")
+    if not all(map(math.isfinite, itertools.chain(bits, *divergence.values()))):
+        raise ValueError(
+            f"divergences and bits must be finite numbers, got {divergence} and {list(bits)}"
+        )
     if min(bits) > budget:
         raise ValueError(f"no preset has {budget} bits or less; the smallest has {min(bits):.3f}")
     sizes = [bits] * len(divergence)
