@@ -1,5 +1,6 @@
 """Storing into the packed cache: bytes against the reference, in any order and any chunks."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -413,3 +414,15 @@ def test_allocation():
         tt.allocate_tail(config, 1, 1, torch.half, max_q_len=0)
     with pytest.raises(TypeError, match=r"dtype is torch\.int8"):
         tt.allocate_tail(config, 1, 1, torch.int8)
+    for sizes, match in {
+        (-1, 1): "max_seqs is -1",
+        (1, -2): "num_kv_heads is -2",
+        (True, 1): "max_seqs is True, which is no whole number",
+        (1, 2.0): "num_kv_heads is 2.0, which is no whole number",
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            tt.allocate_tail(config, *sizes, torch.half)
+    with pytest.raises(TypeError, match="config must be a CacheConfig, got LatentConfig"):
+        tt.allocate_tail(tt.latent_preset("k4u", 128, 32), 1, 1, torch.half)
+    rows = 4 + 64 + 254  # 8 bits would have 62
+    assert tt.allocate_tail(config, 1, 1, torch.half, np.uint8(255)).shape == (1, 1, rows, 2, 128)

@@ -85,6 +85,9 @@ def test_other_refusals_of_the_parts_of_a_cache():
         tt.allocate_latent_tail(config, 1, torch.float64)
     with pytest.raises(ValueError, match="max_q_len is 0"):
         tt.allocate_latent_tail(config, 1, torch.float32, 0)
+    for seqs in (-1, True, 1.0):
+        with pytest.raises(ValueError, match=f"max_seqs is {seqs}"):
+            tt.allocate_latent_tail(config, seqs, torch.float32)
     none = tt.latent_preset("k4u", 128, 32, sink_tokens=0, recent_window=0)
     with pytest.raises(ValueError, match="needs no tail"):
         tt.allocate_latent_tail(none, 1, torch.float32)
@@ -92,6 +95,14 @@ def test_other_refusals_of_the_parts_of_a_cache():
     for w_uk, w_uv in (((2, 3, 64), (2, 128, 3)), ((2, 3, 128), (2, 64, 3)), ((3, 128), (128, 3))):
         with pytest.raises(ValueError, match=r"expected w_uk .heads, nope, latent_dim."):
             tt.fold_latent_rotation(torch.zeros(w_uk), torch.zeros(w_uv), tables)
+    for dtype in (torch.int64, torch.float64, torch.bool):
+        with pytest.raises(TypeError, match=r"latent has dtype .* supported: float32, float16"):
+            tt.rotate_latent(torch.ones(2, 128, dtype=dtype), tables)
+        w_uk, w_uv = torch.ones(2, 3, 128, dtype=dtype), torch.ones(2, 128, 3)
+        with pytest.raises(TypeError, match=r"w_uk has dtype .* supported: float32, float16"):
+            tt.fold_latent_rotation(w_uk, w_uv, tables)
+        with pytest.raises(TypeError, match="w_uv has dtype"):
+            tt.fold_latent_rotation(w_uv.mT, w_uk.mT, tables)
 
 
 # ---- bytes

@@ -297,10 +297,12 @@ def allocate_latent_tail(
 
     Raises:
         TypeError: a dtype other than float32, float16 and bfloat16.
-        ValueError: a config without sink tokens and window, or max_q_len below 1.
+        ValueError: a config without sink tokens and window, max_q_len below 1, or a number that is
+            not whole or is below 0.
     """
     check_new_tail(config, dtype, max_q_len)
-    rows = tail_rows(config, max_q_len)
+    _checks.check_count(max_seqs=max_seqs)
+    rows = tail_rows(config, int(max_q_len))
     return torch.zeros(max_seqs, rows, config.channels, dtype=dtype, device=device)
 
 
@@ -319,7 +321,11 @@ def rotate_latent(latent: Tensor, tables: LatentTables) -> Tensor:
 
     Returns:
         [..., latent_dim] of latent's dtype, computed in float32 and rounded once.
+
+    Raises:
+        TypeError: another dtype.
     """
+    _checks.check_dtype("latent", latent, _checks.FLOATS)
     scale = Channels.of(tables.center, 1).scale
     y = latent.float() if scale is None else latent.float() * scale
     if tables.signs is not None:
@@ -335,7 +341,8 @@ def fold_latent_rotation(w_uk: Tensor, w_uv: Tensor, tables: LatentTables) -> tu
     R (W / s) along their latent channels, once per layer.
 
     Args:
-        w_uk: [heads, nope, latent_dim]: q_latent = q_nope @ w_uk for each head.
+        w_uk: [heads, nope, latent_dim]: q_latent = q_nope @ w_uk for each head. float32, float16 or
+            bfloat16, as w_uv.
         w_uv: [heads, latent_dim, v]: the output of a head is out_latent @ w_uv.
         tables: of the layer.
 
@@ -343,11 +350,14 @@ def fold_latent_rotation(w_uk: Tensor, w_uv: Tensor, tables: LatentTables) -> tu
         Two new tensors of the shapes and dtypes given, computed in float32 and rounded once.
 
     Raises:
+        TypeError: another dtype.
         ValueError: another number of latent channels or of dimensions.
     """
-    for name, w, latent_dim in (("w_uk", w_uk, w_uk.shape[-1]), ("w_uv", w_uv, w_uv.shape[-2])):
-        constant = tables.signs if tables.center is None else tables.center
-        if w.dim() != 3 or (constant is not None and latent_dim != constant.shape[-1]):
+    constant = tables.signs if tables.center is None else tables.center
+    for name, w, channels in (("w_uk", w_uk, 2), ("w_uv", w_uv, 1)):
+        _checks.check_dtype(name, w, _checks.FLOATS)
+        fits = w.dim() == 3 and (constant is None or w.shape[channels] == constant.shape[-1])
+        if not fits:
             raise ValueError(
                 f"{name} has shape {list(w.shape)}, expected w_uk [heads, nope, latent_dim] and "
                 "w_uv [heads, latent_dim, v] with the latent_dim of the tables"

@@ -93,11 +93,15 @@ def allocate_tail(
         [max_seqs, num_kv_heads, sink_tokens + ring, 2, head_dim].
 
     Raises:
-        TypeError: a dtype other than float32, float16 and bfloat16.
-        ValueError: a config without sink tokens and window, or max_q_len below 1.
+        TypeError: a dtype other than float32, float16 and bfloat16, or another config, such as that
+            of latents.
+        ValueError: a config without sink tokens and window, max_q_len below 1, or a number that is
+            not whole or is below 0.
     """
+    _checks.check_kind("config", config, CacheConfig)
     check_new_tail(config, dtype, max_q_len)
-    shape = tail_shape(config, max_seqs, num_kv_heads, max_q_len)
+    _checks.check_count(max_seqs=max_seqs, num_kv_heads=num_kv_heads)
+    shape = tail_shape(config, max_seqs, num_kv_heads, int(max_q_len))
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
