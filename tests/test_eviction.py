@@ -332,6 +332,17 @@ def test_scores_that_are_refused(policy, error, match):
         Eviction(0.5, policy).scores(queries, keys, values, [50, 50])
 
 
+@pytest.mark.parametrize("evict", POLICIES)
+@pytest.mark.parametrize("batch, tokens", [(2, 0), (0, 5), (0, 0)])
+def test_no_tokens(evict, batch, tokens):
+    queries, keys = torch.randn(batch, 4, tokens, 16), torch.randn(batch, 2, tokens, 16)
+    eviction, lengths = Eviction(0.5, evict, sinks=4, window=8), [0] * batch
+    scores = eviction.scores(queries, keys, keys, lengths)
+    assert scores.shape == (batch, 2, tokens) and scores.dtype == torch.float32
+    columns = eviction.columns(scores, lengths)
+    assert columns.shape == (batch, 2, 0) and columns.dtype == torch.int64
+
+
 def test_tokens_of_numpy():
     assert Eviction(0.1, sinks=np.uint8(200), window=np.uint8(100)).count(1000) == 300
 

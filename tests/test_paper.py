@@ -550,6 +550,20 @@ def test_gradients_are_refused():
     with torch.no_grad():
         cache.append(keys, values)
     assert len(cache) == 70
+    exact = TurboQuantKVCache(64, buffer_size=99)  # packs nothing yet
+    exact.append(keys.detach(), values)
+    for held in (cache, exact):
+        with pytest.raises(RuntimeError, match="takes no gradient"):
+            held.attention_scores(keys[:, :, :1])
+        with torch.no_grad():
+            held.attention_scores(keys[:, :, :1])
+
+
+def test_tokens_without_heads_are_refused():
+    cache = TurboQuantKVCache(64)
+    with pytest.raises(ValueError, match="at least one head"):
+        cache.append(torch.zeros(2, 0, 5, 64), torch.zeros(2, 0, 5, 64))
+    assert len(cache) == 0
 
 
 def test_appends_that_fail_leave_nothing(monkeypatch):

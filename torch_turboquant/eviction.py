@@ -213,6 +213,8 @@ class Eviction:
         tokens = keys.shape[2]
         _check_lengths(lengths, keys.shape[0], tokens)
         queries = queries[:, :, -OBSERVED:]
+        if 0 in keys.shape[:3]:  # a policy need not know of them
+            return keys.new_empty(keys.shape[:3], dtype=torch.float32)
         if min(lengths) == tokens:
             return self._scores(queries, keys, values)
         scores = keys.new_full(keys.shape[:3], -torch.inf, dtype=torch.float32)
@@ -249,7 +251,7 @@ class Eviction:
         batch, heads, tokens = scores.shape
         _check_lengths(lengths, batch, tokens)
         counts = [self.count(length) for length in lengths]
-        kept = max(counts)
+        kept = max(counts, default=0)
         columns = torch.zeros(batch, heads, kept, dtype=torch.int64, device=scores.device)
         for length in sorted(set(lengths) - {0}):
             rows = [i for i, n in enumerate(lengths) if n == length]

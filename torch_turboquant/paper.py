@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_turboquant import _checks
+from torch_turboquant import _autograd, _checks
 from torch_turboquant.codebook import Codebook
 from torch_turboquant.ops.codec import SCALE_MODES, decode, encode
 from torch_turboquant.ops.group import GROUP_BITS, GROUPS, group_decode, group_encode
@@ -333,9 +333,9 @@ class TurboQuantKVCache:
         """Adds tokens at the end.
 
         Args:
-            keys, values: [batch, heads, tokens, head_dim], float32, float16 or bfloat16; batch,
-                heads and dtype as in the first call. Gradients do not flow through codes: in grad
-                mode pass detached ones.
+            keys, values: [batch, heads, tokens, head_dim], float32, float16 or bfloat16, of one
+                head at least; batch, heads and dtype as in the first call. Gradients do not flow
+                through codes: in grad mode pass detached ones.
 
         Raises:
             TypeError: another dtype.
@@ -377,10 +377,11 @@ class TurboQuantKVCache:
         Raises:
             TypeError: another dtype.
             ValueError: another shape.
-            RuntimeError: the cache is empty.
+            RuntimeError: the cache is empty, or the query is differentiated.
         """
         keys, _ = self._held()
         _checks.check_dtype("query", query, _checks.FLOATS)
+        _refuse_gradient(query)
         q = _unit_stride(self._grouped(query, self.head_dim, "query"))
         scores = q.float() @ keys.float().transpose(-1, -2)
         if self._packed is not None:
@@ -459,11 +460,9 @@ class TurboQuantKVCache:
                     f"{name} must be on the cache's device, "
                     f"{self.key_quantizer.projection.device}, got {x.device}"
                 )
-            if x.requires_grad and torch.is_grad_enabled():
-                raise RuntimeError(
-                    "TurboQuantKVCache takes no gradient: call it under torch.no_grad() or detach "
-                    "its inputs"
-                )
+            _refuse_gradient(x)
+        if not keys.shape[1]:
+            raise ValueError("keys and values must have at least one head")
         if keys.shape != values.shape:
             raise ValueError(
                 f"keys and values must have one shape, got {list(keys.shape)} "
@@ -489,6 +488,14 @@ class TurboQuantKVCache:
                 f"got {list(x.shape)}"
             )
         return x.reshape(batch, heads, x.shape[1] // heads * x.shape[2], last)
+
+
+def _refuse_gradient(x: Tensor) -> None:
+    if _autograd.requires_grad(x):
+        raise RuntimeError(
+            "TurboQuantKVCache takes no gradient: call it under torch.no_grad() or detach its "
+            "inputs"
+        )
 
 
 def _unit_stride(x: Tensor) -> Tensor:

@@ -257,6 +257,7 @@ def test_exported_tensors_that_are_no_sequence():
         "length 20 and ring_first 21": {"ring_first": 21},
         "length -1": {"length": -1, "ring_first": 0},
         "dropped is -1": {"dropped": -1},
+        f"dropped is {2**63 - 20}, supported: 0 to {2**63 - 21}": {"dropped": 2**63 - 20},
         "pages has tensors of 1 layers, expected 2": {"pages": pages[:1]},
         "exact has tensors of 0 layers, expected 2": {"exact": ()},
         "pages has shape": {"pages": (pages[0], pages[1][:1])},

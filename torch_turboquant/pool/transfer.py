@@ -280,13 +280,14 @@ def _rows(part: Tensor, rows: Tensor) -> Tensor:
 def _check_tensors(memory: PoolMemory, books: Books, exported: ExportedSequence) -> None:
     """Tensors as export_sequence of a pool with this fingerprint makes them."""
     sizes, length = memory.sizes, exported.length
-    if exported.dropped < 0:
-        raise ValueError(f"dropped is {exported.dropped}, supported: 0 and more")
     if not 0 <= exported.ring_first <= length:
         raise ValueError(
             f"the exported sequence has length {length} and ring_first {exported.ring_first}, "
             "supported: 0 <= ring_first <= length"
         )
+    most = 2**63 - 1 - length  # the next position is an int64
+    if not 0 <= exported.dropped <= most:
+        raise ValueError(f"dropped is {exported.dropped}, supported: 0 to {most}")
     layers, heads = len(sizes.configs), sizes.num_kv_heads
     for name, parts, expected in (
         ("pages", exported.pages, layers),
