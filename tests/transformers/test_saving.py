@@ -508,6 +508,20 @@ def test_files_that_say_something_else(saved):
         refused(rewrite(tensors={"layers.1.pages": tensor}), saved, "pages of layer 1 is torch.")
 
 
+def test_sizes_that_the_tensors_do_not_have(saved):
+    """Refused before memory is taken: of these sizes no machine has enough."""
+    config = json.loads(changed()["cache"])["config"]
+    huge = 2**30
+    for part, told in (
+        ("tail", changed(max_q_len=huge)),
+        ("tail", changed(config={**config, "sink_tokens": huge})),
+        ("tail", changed(config={**config, "recent_window": huge})),
+        ("pages", changed(columns=huge, places=[[[huge], [0]]])),
+        ("center", changed(layers={str(i): [huge, "float32"] for i in range(3)})),
+    ):
+        refused(rewrite(told), saved, f"{part} of layer 0 is torch")
+
+
 def test_a_state_of_another_transformers():
     family = "qwen3_next"
     model, ids = make_family(family, SUPPORTED[family]), make_ids(30)
@@ -525,6 +539,15 @@ def test_a_state_of_another_transformers():
             path = rewrite(changed(states={**states, first: state}))
             with pytest.raises(ValueError, match=f"damaged: the state of layer {first} cannot be"):
                 TurboQuantCache.load(path, model)
+        name, held = next(
+            (n, t) for n, t in load_file("cache.safetensors").items() if f"s.{first}.state" in n
+        )
+        for tensor in (held[..., 1:].clone(), held.half(), held[None].clone()):
+            path = rewrite(tensors={name: tensor})
+            with pytest.raises(ValueError, match=f"layer {first} .*{name} is torch.* expected"):
+                TurboQuantCache.load(path, model)
+        with pytest.raises(ValueError, match="or damaged"):
+            TurboQuantCache.load(rewrite(tensors={name: None}), model)
         del states[first]
         with pytest.raises(ValueError, match="or damaged: it has states of layers"):
             TurboQuantCache.load(rewrite(changed(states=states)), model)

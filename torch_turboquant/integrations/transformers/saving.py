@@ -33,7 +33,8 @@ from torch_turboquant.integrations.transformers import centers
 from torch_turboquant.integrations.transformers.layer import TurboQuantLayer
 from torch_turboquant.integrations.transformers.lifecycle import allocate
 from torch_turboquant.integrations.transformers.models import layer_windows, unwrapped
-from torch_turboquant.integrations.transformers.tensors import fixed
+from torch_turboquant.integrations.transformers.saved_states import restore_state, saved_state
+from torch_turboquant.integrations.transformers.tensors import dtype_name, on_host
 from torch_turboquant.integrations.transformers.uncompressed import AnyConfig, UncompressedLatents
 from torch_turboquant.latent import LatentConfig
 from torch_turboquant.tail import held_positions
@@ -68,11 +69,11 @@ def save(cache: TurboQuantCache, path: str | os.PathLike[str]) -> int:
             if isinstance(layer, TurboQuantLayer):
                 tensors |= _tensors_of(layer)
             else:
-                states[index] = _plain_state(layer, index, tensors)
+                states[index] = saved_state(layer, index, _tensor_name(index, "state"), tensors)
         given = cache.center if not cache.sequences.learned_center else None
         if given is not None:
             pairs = given.items() if isinstance(given, Mapping) else enumerate(given)
-            tensors |= {_name(i, "center"): _on_host(c) for i, c in pairs if c is not None}
+            tensors |= {_tensor_name(i, "center"): on_host(c) for i, c in pairs if c is not None}
         metadata = {
             "model": json.dumps(_shape_of(cache.made_for)),
             "weights": weights_digest(model),
@@ -134,7 +135,7 @@ def _description(cache: TurboQuantCache, given: bool, states: dict[int, Any]) ->
             for places in sequences.places.values()
         ],
         "encoded": sequences.encoded,
-        "layers": {x.index: [x.kv_heads, _plain_dtype(x.dtype)] for x in cache.packed},
+        "layers": {x.index: [x.kv_heads, dtype_name(x.dtype)] for x in cache.packed},
         "states": states,
     }
 
@@ -146,12 +147,8 @@ def _name_of(policy: str | Policy) -> str:
 
 def _plain_config(config: AnyConfig) -> dict[str, Any]:
     values = asdict(config)
-    values = {n: _plain_dtype(v) if isinstance(v, torch.dtype) else v for n, v in values.items()}
+    values = {n: dtype_name(v) if isinstance(v, torch.dtype) else v for n, v in values.items()}
     return {"kind": type(config).__name__, **values}
-
-
-def _plain_dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _shape_of(fingerprint: dict[str, str]) -> dict[str, str]:
@@ -207,13 +204,8 @@ def _codebooks(cache: TurboQuantCache) -> str:
 # ---- the tensors of a layer
 
 
-def _name(layer: int, part: str) -> str:
+def _tensor_name(layer: int, part: str) -> str:
     return f"layers.{layer}.{part}"
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """A copy in memory of its own on the CPU."""
-    return tensor.detach().to("cpu", copy=True).clone(memory_format=torch.contiguous_format)
 
 
 def _tensors_of(layer: TurboQuantLayer) -> dict[str, Tensor]:
@@ -225,12 +217,12 @@ def _tensors_of(layer: TurboQuantLayer) -> dict[str, Tensor]:
         if layer.ring is not None:
             found["tail"] = _held_tail(layer)
         if sequences.learned_center:
-            found["center"] = _on_host(layer.tables.center)
+            found["center"] = on_host(layer.tables.center)
     else:
         # behind these columns are tokens that were cropped, or of a forward that has failed
         waiting = (x[:, :, : sequences.columns] for x in layer.waiting)
-        found["keys"], found["values"] = map(_on_host, waiting)
-    return {_name(layer.index, part): tensor for part, tensor in found.items()}
+        found["keys"], found["values"] = map(on_host, waiting)
+    return {_tensor_name(layer.index, part): tensor for part, tensor in found.items()}
 
 
 def _held_pages(layer: TurboQuantLayer) -> Tensor:
@@ -238,7 +230,7 @@ def _held_pages(layer: TurboQuantLayer) -> Tensor:
     sequences, size = layer.sequences, layer.config.page_size
     pages = layer.paged.pages.unflatten(0, (sequences.rows, -1))
     used = sequences.pages_in_use(pages.shape[1], layer.thinned)
-    held = _on_host(pages[: sequences.batch, :used])
+    held = on_host(pages[: sequences.batch, :used])
     for row, length in enumerate(sequences.lengths(layer.thinned)):
         whole, inside = divmod(length, size)
         first, last = _written_pages(layer, row)
@@ -285,7 +277,7 @@ def _held_tail(layer: TurboQuantLayer) -> Tensor:
     """
     sequences = layer.sequences
     rings = sequences.places[layer.thinned].rings
-    held = _on_host(layer.paged.ring[: sequences.batch])
+    held = on_host(layer.paged.ring[: sequences.batch])
     by_row = held if held.dim() == 3 else held.transpose(1, 2)  # [batch, rows, ...]
     for row, length in enumerate(sequences.lengths(layer.thinned)):
         first = rings.first[row]
@@ -294,32 +286,6 @@ def _held_tail(layer: TurboQuantLayer) -> Tensor:
         free[rings.rows(length, first)[pages >= _written_pages(layer, row)[0]]] = False
         by_row[row, torch.from_numpy(free)] = 0
     return held
-
-
-def _plain_state(layer: Any, index: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The state of a layer of transformers as plain data; its tensors join `tensors`."""
-
-    def plain(value: Any, name: str) -> Any:
-        if isinstance(value, Tensor):
-            tensors[name] = _on_host(value)
-            return {"tensor": name}
-        if isinstance(value, torch.dtype):
-            return {"dtype": _plain_dtype(value)}
-        if isinstance(value, torch.device):
-            return {"device": value.type}
-        if isinstance(value, dict):
-            return {"entries": [[key, plain(x, f"{name}.{key}")] for key, x in value.items()]}
-        if isinstance(value, (list, tuple)):
-            return [plain(x, f"{name}.{number}") for number, x in enumerate(value)]
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise TypeError(
-            f"layer {index} of the cache is a {type(layer).__name__} of transformers with a "
-            f"{type(value).__name__}, which a file cannot hold"
-        )
-
-    state = {name: plain(x, _name(index, f"state.{name}")) for name, x in vars(layer).items()}
-    return {"kind": type(layer).__name__, "state": state}
 
 
 # ---- reading
@@ -522,7 +488,7 @@ def _empty(
         )
     center: Any = saved.center
     if center == "given":
-        center = {index: file.get_tensor(_name(index, "center")) for index in saved.layers}
+        center = {index: file.get_tensor(_tensor_name(index, "center")) for index in saved.layers}
     presets = [saved.configs.get(index) for index in range(len(saved.windows))]
     return kind(
         model,
@@ -557,7 +523,7 @@ def _check_contents(
         parts = ["pages", "tail"] if saved.config.has_tail else ["pages"]
     if saved.center == "given" or (saved.encoded and saved.center != "none"):
         parts.append("center")
-    expected = {_name(index, part) for index in packed for part in parts}
+    expected = {_tensor_name(index, part) for index in packed for part in parts}
     found = {name for name in names if ".state." not in name}
     if found != expected or sorted(saved.layers) != packed:
         lacks, more = sorted(expected - found), sorted(found - expected)
@@ -588,6 +554,8 @@ def _fill(
 ) -> None:
     """Puts what was saved into a new cache. tensor: gives those of the file by their names."""
     sequences, batch = cache.sequences, saved.batch
+    for index, state in saved.states.items():
+        restore_state(cache.layers[index], index, state, tensor, devices[index])
     for layer in cache.packed:
         heads, dtype = saved.layers[layer.index]
         holds = heads, dtype, devices[layer.index]
@@ -609,14 +577,15 @@ def _fill(
     for layer in cache.packed:
         if saved.encoded and sequences.learned_center:
             layer.take_center(_read_center(layer, saved, tensor))
+        # What the file has is looked at before memory is taken for as much as it says.
+        if saved.encoded:
+            held = _read_held(layer, tensor)
+        else:
+            layer.waiting = _read_waiting(layer, tensor)
         if saved.encoded or sequences.max_len:
             allocate([layer])  # one by one, because a growing cache gives pages back one by one
         if saved.encoded:
-            _read_pages(layer, tensor)
-        else:
-            layer.waiting = _read_waiting(layer, tensor)
-    for index, state in saved.states.items():
-        _restore_state(cache.layers[index], index, state, tensor, devices)
+            _put(layer, *held)
     cache.lifecycle.states.rows = batch
     sequences.push()
 
@@ -625,7 +594,7 @@ def _read(
     tensor: Callable[[str], Tensor], layer: TurboQuantLayer, part: str, shape: Any, *dtypes: Any
 ) -> Tensor:
     """A tensor of the file, of this shape and one of these types."""
-    found = tensor(_name(layer.index, part))
+    found = tensor(_tensor_name(layer.index, part))
     if tuple(found.shape) != tuple(shape) or found.dtype not in dtypes:
         raise ValueError(
             f"the file of the cache is damaged: {part} of layer {layer.index} is {found.dtype} "
@@ -640,16 +609,26 @@ def _read_center(layer: TurboQuantLayer, saved: _Saved, tensor: Callable[[str], 
     return _read(tensor, layer, "center", shape, torch.float32).to(layer.device)
 
 
-def _read_pages(layer: TurboQuantLayer, tensor: Callable[[str], Tensor]) -> None:
-    """Pages and tail of the sequences, into the memory that the layer has."""
-    sequences = layer.sequences
-    pages = layer.paged.pages.unflatten(0, (sequences.rows, -1))
-    used = sequences.pages_in_use(pages.shape[1], layer.thinned)
-    into = pages[: sequences.batch, :used]
-    into.copy_(_read(tensor, layer, "pages", into.shape, into.dtype))
-    if layer.ring is not None:
-        tail = layer.ring[: sequences.batch]
-        tail.copy_(_read(tensor, layer, "tail", tail.shape, tail.dtype))
+def _read_held(
+    layer: TurboQuantLayer, tensor: Callable[[str], Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Pages of the sequences, and their tail if the layer has one; it need not have memory yet."""
+    sequences, owned = layer.sequences, layer.owned_pages
+    (_, *page), of_pages = layer.wanted_pages(owned)
+    used = sequences.pages_in_use(owned, layer.thinned)
+    pages = _read(tensor, layer, "pages", (sequences.batch, used, *page), of_pages)
+    if not layer.config.has_tail:
+        return pages, None
+    rows = layer.ring_shape()[1:]
+    return pages, _read(tensor, layer, "tail", (sequences.batch, *rows), layer.dtype)
+
+
+def _put(layer: TurboQuantLayer, pages: Tensor, tail: Tensor | None) -> None:
+    """Into the memory that the layer has."""
+    into = layer.paged.pages.unflatten(0, (layer.sequences.rows, -1))
+    into[: pages.shape[0], : pages.shape[1]] = pages
+    if tail is not None:
+        layer.paged.ring[: len(tail)] = tail
 
 
 def _read_waiting(layer: TurboQuantLayer, tensor: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
@@ -659,46 +638,3 @@ def _read_waiting(layer: TurboQuantLayer, tensor: Callable[[str], Tensor]) -> tu
     keys = _read(tensor, layer, "keys", shape, layer.dtype, *FLOATS_BY_NAME.values())
     values = _read(tensor, layer, "values", shape, layer.dtype)
     return keys.to(layer.device), values.to(layer.device)
-
-
-def _restore_state(
-    layer: Any,
-    index: int,
-    saved: dict[str, Any],
-    tensor: Callable[[str], Tensor],
-    devices: dict[int, torch.device],
-) -> None:
-    """The state of a layer of transformers, from what _plain_state has made of it."""
-
-    def value(plain: Any) -> Any:
-        if isinstance(plain, list):
-            return [value(x) for x in plain]
-        if not isinstance(plain, dict):
-            return plain
-        if "tensor" in plain:
-            found = tensor(plain["tensor"]).to(devices[index])
-            fixed(found)  # as transformers does
-            return found
-        if "dtype" in plain:
-            dtype = getattr(torch, plain["dtype"])
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"{dtype} is no dtype")
-            return dtype
-        if "device" in plain:
-            return devices[index]
-        return {key: value(x) for key, x in plain["entries"]}
-
-    try:
-        kind, state = saved["kind"], saved["state"]
-        if kind == type(layer).__name__ and set(vars(layer)) <= set(state):
-            vars(layer).update({name: value(x) for name, x in state.items()})
-            return
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the file of the cache is damaged: the state of layer {index} cannot be read: "
-            f"{error!r}"
-        ) from error
-    raise ValueError(
-        f"the state of layer {index} was saved as a {kind} of another version of transformers: "
-        "run the prompt and save it again"
-    )

@@ -1,4 +1,4 @@
-"""Many tensors at once: in one transfer or one allocation, and at addresses that stay."""
+"""Tensors on their way: many in one transfer or allocation, at addresses that stay, into files."""
 
 from __future__ import annotations
 
@@ -40,6 +40,16 @@ def put_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]
         for kind in set(kinds)
     }
     return [placed[kind] for kind in kinds]
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, in memory of its own."""
+    return tensor.detach().to("cpu", copy=True).clone(memory_format=torch.contiguous_format)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in files, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def check_not_meta(tensor: Tensor) -> None:
