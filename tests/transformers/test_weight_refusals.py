@@ -221,6 +221,35 @@ def test_files_of_another_format(folder):
         load(changed(path, format="torch_turboquant weights 1", novelty=1))
 
 
+@pytest.mark.parametrize("name, values", [
+    ("left_alone", (None, [], "lm_head", {"lm_head": 3})),
+    ("outputs", (None, [], 3, {"lm_head": "96"}, {"lm_head": 96.0}, {"lm_head": None})),
+    ("scaled", (None, "no", 0)),
+    ("calibration", (5, "text", [])),
+])  # fmt: skip
+def test_records_of_other_types(name, values, folder):
+    path = folder(load(folder(make()), TurboQuantConfig()), "packed")
+    for value in values:
+        with pytest.raises(TypeError, match=f"{name} must be .* got"):
+            load(changed(path, **{name: value}))
+
+
+@pytest.mark.parametrize("family, layer", [
+    ("llama", "layers.0.mlp.up_proj.weight"),
+    ("qwen3_moe", "layers.1.mlp.experts.down_packed"),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool])
+def test_bytes_as_numbers_of_another_kind(family, layer, dtype, folder):
+    path = folder(load(folder(make(family)), TurboQuantConfig()), "packed")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    [name] = [name for name in tensors if name.endswith(layer)]
+    kinds = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.bool: "BOOL"}
+    save_file({**tensors, name: tensors[name].view(dtype)}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"{layer} in {kinds[dtype]}, supported: U8"):
+        load(path)
+
+
 def test_files_that_are_incomplete(folder):
     path = folder(load(folder(make()), TurboQuantConfig()), "packed")
     file = path / "model.safetensors"

@@ -41,7 +41,7 @@ class TurboQuantConfig(QuantizationConfigMixin):
         calibration: what `quantize` was given and did; None for a model that was packed without.
 
     Raises:
-        TypeError: skip or layers of another type.
+        TypeError: skip, layers or parts of a record of another type.
         ValueError: a combination that WeightFormat refuses.
     """
 
@@ -66,10 +66,14 @@ class TurboQuantConfig(QuantizationConfigMixin):
         self._set_format(WeightFormat(**{n: v for n, v in given.items() if v is not None}))
         self.skip = _names("skip", [skip] if isinstance(skip, str) else skip or ())
         self.layers = _changes(layers or {})
-        self.left_alone: dict[str, str] = dict(record.get("left_alone", {}))
-        self.outputs: dict[str, int] = dict(record.get("outputs", {}))
-        self.scaled = bool(record.get("scaled", False))
+        self.left_alone: dict[str, str] = _recorded(record, "left_alone", str)
+        self.outputs: dict[str, int] = _recorded(record, "outputs", int)
+        self.scaled: bool = record.get("scaled", False)
         self.calibration: dict[str, Any] | None = record.get("calibration")
+        if not isinstance(self.scaled, bool):
+            raise TypeError(f"scaled must be true or false, got {self.scaled!r}")
+        if not isinstance(self.calibration, dict | None):
+            raise TypeError(f"calibration must be an object or null, got {self.calibration!r}")
         self.layer_formats()  # refuses what does not exist before a model is loaded
 
     def _set_format(self, form: WeightFormat) -> None:
@@ -137,6 +141,18 @@ class TurboQuantConfig(QuantizationConfigMixin):
                 "install that version"
             )
         return super().from_dict(values, return_unused_kwargs, **kwargs)
+
+
+def _recorded(record: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
+    """What a record has by the names of layers, all of one type.
+
+    Raises:
+        TypeError: it has something else.
+    """
+    found = record.get(name, {})
+    if not (isinstance(found, dict) and all(type(x) is kind for x in found.values())):
+        raise TypeError(f"{name} must be {kind.__name__} by names of layers, got {found!r}")
+    return dict(found)
 
 
 def _names(argument: str, names: Any) -> list[str]:

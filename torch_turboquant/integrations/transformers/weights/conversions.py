@@ -125,21 +125,36 @@ def leave_packed_alone(
     joined = joined_with(conversions, model.state_dict(), _packed_tensors(model))
     if not joined:
         return conversions
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."  # names in files may have it or not
-    names = _Names(n for name in joined for n in (name, name.removeprefix(prefix), prefix + name))
+    names = _Names(names_in_files(model, joined))
     return [
         _sparing(conversion, names) if isinstance(conversion, WeightConverter) else conversion
         for conversion in conversions
     ]
 
 
-def _packed_tensors(model: nn.Module) -> set[str]:
+def names_in_files(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """The names that files may have for tensors of a model: its prefix may be there or not."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    return {n for name in names for n in (name, name.removeprefix(prefix), prefix + name)}
+
+
+def packed_weights(model: nn.Module) -> set[str]:
+    """Names of the tensors that are bytes of packed weights."""
     found: set[str] = set()
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
-            found.update(f"{name}.{tensor}" for tensor in module.state_dict())
+            found.add(f"{name}.weight")
         elif isinstance(module, PackedExperts):
             found.update(f"{name}.{packed_name(weight)}" for weight in module.packed)
+    return found
+
+
+def _packed_tensors(model: nn.Module) -> set[str]:
+    """The same, and what else packed linear layers have."""
+    found = packed_weights(model)
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            found.update(f"{name}.{tensor}" for tensor in module.state_dict())
     return found
 
 

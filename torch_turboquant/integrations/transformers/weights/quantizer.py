@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
@@ -28,6 +29,8 @@ from torch_turboquant.integrations.transformers.weights.conversions import (
     conversions_to_save,
     joined_with,
     leave_packed_alone,
+    names_in_files,
+    packed_weights,
     split_by_layers,
 )
 from torch_turboquant.integrations.transformers.weights.experts import (
@@ -95,7 +98,9 @@ class TurboQuantHfQuantizer(HfQuantizer):
         if not self.pre_quantized and any(str(device) == "meta" for device in devices):
             raise ValueError("device_map has 'meta', where there are no weights that can be packed")
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> nn.Module:
         config = self.quantization_config
         default, layers = config.weight_format(), config.layer_formats()
         if self.pre_quantized:
@@ -126,6 +131,9 @@ class TurboQuantHfQuantizer(HfQuantizer):
             model.set_submodule(name, layer)
             if recorded_outputs(model, config.outputs, name) not in (None, layer.out_features):
                 self._misfits.add(name)
+        if self.pre_quantized:
+            names = names_in_files(model, packed_weights(model))
+            check_packed_dtypes(checkpoint_files or (), names)
         self._model = model
         ignored: Any = model._keys_to_ignore_on_load_unexpected
         ignored = [] if ignored is None else ignored  # a list or none in 5.5, then a set
@@ -344,6 +352,26 @@ class PackWeights(ConversionOps):
                 (kwargs.get("missing_keys") or set()).discard(name)
             found[target] = packed
         return found
+
+
+def check_packed_dtypes(files: Iterable[str], packed: set[str]) -> None:
+    """Raises where files have the bytes of packed weights as numbers of another kind.
+
+    transformers would convert such numbers to bytes, and other weights would come of it.
+
+    Args:
+        files: of a saved model.
+        packed: names of packed weights, as files may have them.
+    """
+    for path in files:
+        if not path.endswith(".safetensors"):
+            continue
+        with safe_open(path, "pt") as file:
+            for name in sorted(packed.intersection(file.keys())):
+                if (dtype := file.get_slice(name).get_dtype()) != "U8":
+                    raise ValueError(
+                        f"{path} has the packed weight {name} in {dtype}, supported: U8 (bytes)"
+                    )
 
 
 def empty_layer(
