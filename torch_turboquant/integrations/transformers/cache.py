@@ -368,11 +368,13 @@ class TurboQuantCache(Attachable, Cache):
         """Removes the last -tokens_to_remove tokens of every sequence (a negative number or 0).
 
         Up to max_q_len - 1 tokens nothing else changes. Beyond that, tokens which the ring of the
-        tail no longer holds are read from their codes until new ones have come.
+        tail no longer holds are read from their codes until new ones have come. All tokens, or more
+        than there are, leave the cache empty; a center that was learned stays.
 
         Raises:
             RuntimeError: what was there before cannot be had again: tokens of a prompt that has
                 lost some (keep below 1), of a sliding window, or states of other layers.
+            ValueError: a positive number (in transformers 5.5 it is the number of tokens to keep).
         """
         tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted generation
         if tokens_to_remove > 0 and _CROPS_TO_LENGTH:
