@@ -262,10 +262,11 @@ class SpanAttention {
  public:
   explicit SpanAttention(const Layer& layer) : a_(layer), rows_(layer) {
     const int64_t part_bytes = (a_.value_dim + 2) * int64_t{sizeof(float)};
+    const int64_t most = kTurnBytes * num_threads();
     int64_t bytes = 0;
     for (const RowSet& set : rows_.sets()) {
       const int64_t more = set.rows * rows_.row_bytes() + set.parts() * part_bytes;
-      if (turns_.empty() || bytes + more > kTurnBytes) {
+      if (turns_.empty() || bytes + more > most) {
         turns_.push_back({.first = &set});
         bytes = 0;
       }
@@ -287,7 +288,7 @@ class SpanAttention {
   }
 
  private:
-  static constexpr int64_t kTurnBytes = 64 << 20;  // of prepared rows and partial results
+  static constexpr int64_t kTurnBytes = 4 << 20;  // of prepared rows and partial results, for each thread: a cache's
 
   // A span of keys and the rows of a set, or the exact keys of these rows.
   struct Unit {

@@ -27,6 +27,8 @@ void parallel_for(int64_t n, int64_t grain, Fn&& fn) {
   if (n > 0) torch::stable::parallel_for(0, n, grain, std::forward<Fn>(fn));
 }
 
+inline int64_t num_threads() { return torch::stable::get_num_threads(); }
+
 // Calls fn(i, memory) for each i of [0, n) on torch's threads. Each thread takes the next i when it is done with its
 // last one, so units whose costs differ keep all threads busy. What a thread needs for its units, make() makes once.
 template <typename Make, typename Fn>
