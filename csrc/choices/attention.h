@@ -220,9 +220,9 @@ constexpr int64_t few_queries_of_steps(const AttentionShape& shape, int block_ro
 }  // namespace choices
 
 // Which kernel takes sequences of how many query rows (max_q_len * group, of a KV head):
-//   rows <= limit                split-KV: one launch, with blocks of up to 16 or 8 rows, and one more for decode steps
-//                                beside drafts (few_queries_of_steps). Key tiles take the place of blocks of 16 rows in
-//                                calls of many sequences (prefers_key_tiles)
+//   rows <= limit                split-KV: one launch, with blocks of up to 16, 8 or 4 rows, and one more for decode
+//                                steps beside drafts (few_queries_of_steps). Key tiles take the place of blocks of 16
+//                                rows in calls of many sequences (prefers_key_tiles)
 //   else, and every sequence     key tiles up to 32 rows, else row tiles: one launch. It must be so where tokens =
 //   has more than the limit      seqs * max_q_len, or where one query has more rows than the limit
 //   else                         split-KV, once or twice (MixedQueries), and one of these: the lengths are on the

@@ -1,4 +1,4 @@
-"""Attention over the packed cache: decode steps, speculative steps and small prefills.
+"""Attention over the packed cache: decode steps, drafts and prompts.
 
 Keys are never decoded: the query is rotated once, scores come from codes and scales, values are
 accumulated in the rotated space and the result is rotated back once. Sink tokens and the recent
@@ -422,7 +422,7 @@ def call_arguments(
 
 
 def attend_constants(config: CacheConfig, tables: CacheTables) -> tuple[Any, ...]:
-    """The arguments of the op paged_attention from key_signs to v_bits, the same in each call."""
+    """The op's arguments from key_signs to value_bits, the same in each call."""
     return (
         tables.key_signs,
         tables.value_signs,

@@ -2,9 +2,10 @@
 // sees.
 //
 // The host never synchronises with the device, so kernels check the values of seq_lens, block_table, cu_seqlens_q and
-// tail_slots where they read them: a page id out of range holds no keys, and a sequence without queries or with a
-// length of 0 has no work. Kernels of latents (mla) take the keys of such a page for zeros that rows do see, so a row's
-// denominator counts them.
+// tail_slots where they read them: a page id out of range is not read, and a sequence without queries or with a length
+// of 0 has no work. What stands for the keys of such a page is up to the kernel: row tiles and key tiles leave them
+// out, split-KV takes what its memory held before, and kernels of latents (mla) take zeros, which a row's denominator
+// counts.
 #pragma once
 
 #include "cuda/common/device.cuh"

@@ -76,7 +76,7 @@ class Counters {
 
 uint32_t* zeroed_counters(int device, cudaStream_t stream, int count, uint32_t* own) {
   if (uint32_t* found = Counters::take(device, stream, count)) return found;
-  // after thousands of captured launches
+  // After thousands of captured launches, or many that needed more than the one before, or for one that needs too many.
   check_cuda(cudaMemsetAsync(own, 0, int64_t{count} * 4, stream), "cudaMemsetAsync");
   return own;
 }

@@ -22,8 +22,8 @@ __device__ __forceinline__ bool count_arrival(uint32_t* counter, int count) {
   return before == last;
 }
 
-// Waits until a counter that never falls meanwhile is at least `count`; sets it. What other blocks have written before
-// they set or added to it is visible then. From sm_70 on.
+// Waits until a counter is at least `count`; nobody lowers it meanwhile. What other blocks had written before they set
+// it, or counted their arrival, is visible then. From sm_70 on.
 __device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t count) {
   uint32_t now = count;
   do {
@@ -32,6 +32,7 @@ __device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t
 #endif
   } while (now < count);
 }
+// Sets a counter, for those that wait for it.
 __device__ __forceinline__ void set_count(uint32_t* counter, uint32_t count) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 700
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(count) : "memory");

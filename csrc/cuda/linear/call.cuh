@@ -59,7 +59,7 @@ struct Call {
   const void* x;  // [columns, k]
   int64_t x_stride;
   Dtype dtype;                           // of x, bias and y
-  const float *signs, *channel_inverse;  // [k]; channel_inverse is null where channels have no scales
+  const float *signs, *channel_inverse;  // [group] and [k]; channel_inverse is null where channels have no scales
   const int8_t* levels;                  // [2^bits], of kLloyd
   const void* bias;                      // [n] or null
   void* y;                               // [columns, n]

@@ -51,7 +51,7 @@ _CONFIGS: dict[str, type[AnyConfig]] = {
 }
 _OWN_POLICY = "a function"  # where a file would have the name of a policy
 _MOST = 2**31  # no number of tokens or sequences is as large: ops count with int32
-_SAMPLE = 64  # elements of each parameter that stand for it
+_SAMPLE = 64  # elements of each parameter that stand for it, about
 
 
 # ---- writing
@@ -159,8 +159,8 @@ def _shape_of(fingerprint: dict[str, str]) -> dict[str, str]:
 def weights_digest(decoder: nn.Module) -> str:
     """What tells the weights of a language model from others of the same shapes, on any device.
 
-    Names, shapes and types of all parameters count, and 64 evenly spaced elements of each: a
-    training changes nearly all of them.
+    Names, shapes and types of all parameters count, and evenly spaced elements of each, 43 to 127
+    or all where there are fewer: a training changes nearly all of them.
 
     Raises:
         ValueError: weights on the meta device, as those that accelerate has offloaded.

@@ -41,7 +41,7 @@ struct Call {
   const void* x;          // [tokens, k]
   int64_t x_stride;
   Dtype dtype;                           // of x, bias and y
-  const float *signs, *channel_inverse;  // [k]; channel_inverse is null where channels have no scales
+  const float *signs, *channel_inverse;  // [group] and [k]; channel_inverse is null where channels have no scales
   const void* bias;                      // [n] or null
   void* y;                               // [tokens, n]
   int64_t tokens, n;
